@@ -1,0 +1,43 @@
+"""Devices: where batches arrive."""
+
+from __future__ import annotations
+
+import torch
+
+from prefetchpipe.device.base import Device
+
+__all__ = ["Device", "resolve"]
+
+
+def resolve(device: str | torch.device | Device | None) -> Device:
+    """The device that ``device`` names, with its index resolved in the calling thread (contract 18).
+
+    Raises:
+        TypeError: Not a device at all.
+        ValueError: A device that is not there, or of a kind that is not supported.
+    """
+    if device is None:
+        from prefetchpipe.device.cuda import is_available
+
+        device = "cuda" if is_available() else "cpu"
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device must be None, 'cpu', 'cuda' or 'cuda:N', not {device!r}") from error
+    if isinstance(device, torch.device):
+        if device.type == "cpu":
+            from prefetchpipe.device.cpu import cpu_device
+
+            return cpu_device()
+        if device.type == "cuda":
+            from prefetchpipe.device.cuda import cuda_device
+
+            return cuda_device(device.index)
+        raise ValueError(f"device must be a CPU or CUDA device, not {device} (type {device.type!r})")
+    if isinstance(device, Device):
+        return device
+    raise TypeError(
+        "device must be None, a string such as 'cuda:0', a torch.device or a simulated device, "
+        f"not {device!r} (a {type(device).__name__})"
+    )

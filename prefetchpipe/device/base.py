@@ -1,0 +1,102 @@
+"""The protocol that a device speaks: allocate, copy, record, wait, query.
+
+Three implementations: :mod:`prefetchpipe.device.cuda` (the only file that imports CuPy and ``torch.cuda``),
+:mod:`prefetchpipe.device.cpu` and :class:`prefetchpipe.testing.SimulatedDevice`. Streams and events are opaque to
+everything else. A device object belongs to the process: one copy stream each, shared by all prefetchers (contract 14).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+__all__ = ["Device", "Event", "HostBlock", "Stream"]
+
+Stream = Any
+Event = Any
+
+
+class HostBlock(Protocol):
+    """A block of page-locked host memory of exactly ``nbytes``."""
+
+    nbytes: int
+    tensor: torch.Tensor
+    """All bytes of the block, as a flat ``uint8`` CPU tensor."""
+
+    def free(self) -> None:
+        """Give the memory back. No copy may be in flight any more (contract 6)."""
+
+
+@runtime_checkable
+class Device(Protocol):
+    """Where batches arrive."""
+
+    torch_device: torch.device
+    """Where the leaves of a batch live, index resolved."""
+
+    staged: bool
+    """True: copies go through pinned slots. False: batches are packed straight into their final memory (CPU)."""
+
+    copy_stream: Stream
+    """The one side stream of this device; copies and transforms run on it."""
+
+    def bind_thread(self) -> None:
+        """Make this device and its copy stream current for the rest of the calling thread (ours, never a user's)."""
+
+    def on_copy_stream(self) -> AbstractContextManager[None]:
+        """Make them current for a ``with`` block in a thread of the user's, and put everything back."""
+
+    def current_stream(self) -> Stream:
+        """The stream of this device that is current in the calling thread."""
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Global random generators of this device, beside the CPU's (contract 10)."""
+
+    def host_alloc(self, nbytes: int) -> HostBlock:
+        """Page-locked host memory of exactly ``nbytes``.
+
+        Raises:
+            PinnedMemoryError: The system refuses. No error is left behind in the thread (contract 15).
+        """
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the copy engine can read ``tensor`` where it is."""
+
+    def is_resident(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on this device already, so that it is handed on as it is (contract 16)."""
+
+    def alloc(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of device memory as a flat ``uint8`` tensor, ordered by the copy stream.
+
+        Raises:
+            torch.OutOfMemoryError: The device is full.
+        """
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Launch an asynchronous copy of a flat host ``src`` to a flat device ``dst`` on the copy stream."""
+
+    def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy device tensors on the stream that is current in the calling thread (``static=True``)."""
+
+    def before_transform(self) -> None:
+        """Called on the copy stream before a transform is."""
+
+    def new_event(self) -> Event:
+        """An event without timing, never recorded (which counts as passed)."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Record ``event`` at the present tail of ``stream``."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Make later work on ``stream`` wait for ``event``; the host does not wait."""
+
+    def query(self, event: Event) -> bool:
+        """Whether ``event`` has passed."""
+
+    def synchronize(self, event: Event) -> None:
+        """Block the calling thread (without the GIL) until ``event`` has passed."""
+
+    def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep the memory of ``tensor``, once freed, until the work queued on ``stream`` by then has passed."""

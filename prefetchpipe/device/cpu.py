@@ -1,0 +1,92 @@
+"""The CPU: batches are packed straight into memory of their own; streams and events have nothing to order."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+from prefetchpipe.device.base import Event, HostBlock, Stream
+from prefetchpipe.errors import PinnedMemoryError
+
+__all__ = ["CpuDevice", "cpu_device"]
+
+
+class CpuDevice:
+    """Same contracts as a GPU, no GPU: what a yielded batch holds belongs to the consumer alone."""
+
+    torch_device = torch.device("cpu")
+    staged = False
+    copy_stream: Stream = None
+
+    def __repr__(self) -> str:
+        return "cpu"
+
+    def bind_thread(self) -> None:
+        """Nothing to make current."""
+
+    def on_copy_stream(self) -> AbstractContextManager[None]:
+        """Nothing to make current."""
+        return nullcontext()
+
+    def current_stream(self) -> Stream:
+        """The CPU has none."""
+        return None
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """None beside the CPU's, which everybody watches."""
+        return ()
+
+    def host_alloc(self, nbytes: int) -> HostBlock:
+        """Never asked for: nothing is staged."""
+        raise PinnedMemoryError(f"{nbytes} bytes: the CPU needs no page-locked memory")
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Nothing is copied from where it is: the consumer's batch is its own (contract 5)."""
+        return False
+
+    def is_resident(self, tensor: torch.Tensor) -> bool:
+        """Never: what arrives on the CPU is a copy (contract 5)."""
+        return False
+
+    def alloc(self, nbytes: int) -> torch.Tensor:
+        """Pageable memory of exactly ``nbytes``."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy now."""
+        dst.copy_(src)
+
+    def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy now."""
+        torch._foreach_copy_(targets, sources)
+
+    def before_transform(self) -> None:
+        """Nothing is under way."""
+
+    def new_event(self) -> Event:
+        """An event that has always passed."""
+        return None
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Nothing to order."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Nothing to order."""
+
+    def query(self, event: Event) -> bool:
+        """Everything has passed."""
+        return True
+
+    def synchronize(self, event: Event) -> None:
+        """Everything has passed."""
+
+    def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Memory goes back when its last reference goes."""
+
+
+@cache
+def cpu_device() -> CpuDevice:
+    """The one CPU device of the process."""
+    return CpuDevice()

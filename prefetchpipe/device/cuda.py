@@ -1,0 +1,327 @@
+"""CUDA, through CuPy's runtime calls where CuPy is there and through torch otherwise.
+
+The only file that imports CuPy and ``torch.cuda``. CuPy's calls cost about a microsecond each where torch's stream
+context costs 18 and its ``wait_event`` 10 (measured, docs/performance.md), so they serve the hot path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.cuda
+
+from prefetchpipe.device.base import Event, HostBlock, Stream
+from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
+
+__all__ = ["CudaDevice", "cuda_device", "cupy_status", "is_available"]
+
+_KNOWN_BAD_CUPY = ("14.0.0", "14.1.0")
+_HOST_TO_DEVICE = 1  # cudaMemcpyHostToDevice
+_CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+_devices: dict[int, CudaDevice] = {}
+_lock = threading.Lock()  # guards _devices: two threads may construct prefetchers at once
+
+
+def is_available() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def cuda_device(index: int | None) -> CudaDevice:
+    """The one object for a CUDA device of this process.
+
+    Args:
+        index: Device index; None: the current device of the calling thread.
+
+    Raises:
+        ValueError: No CUDA, or no such device.
+    """
+    if not is_available():
+        built = torch.version.cuda or "none: this is a build without CUDA"
+        raise ValueError(
+            f"device='cuda' needs a CUDA device, and torch {torch.__version__} sees none (its CUDA: {built}); "
+            "allowed here: device='cpu', or None to take whatever is there"
+        )
+    count = torch.cuda.device_count()
+    if index is None:
+        index = torch.cuda.current_device()
+    if not 0 <= index < count:
+        raise ValueError(f"device='cuda:{index}' is not there; allowed: cuda:0 to cuda:{count - 1}")
+    with _lock:
+        if index not in _devices:
+            _devices[index] = CudaDevice(index, _load_cupy())
+        return _devices[index]
+
+
+class _Stream:
+    """A torch stream and its raw handle; the torch object keeps a borrowed stream's owner alive."""
+
+    __slots__ = ("raw", "torch_stream")
+
+    def __init__(self, torch_stream: torch.cuda.Stream) -> None:
+        self.torch_stream = torch_stream
+        self.raw: int = torch_stream.cuda_stream
+
+
+class CudaDevice:
+    """One CUDA device, with one copy stream for the whole process.
+
+    Args:
+        index: Device index.
+        cupy: The CuPy module, or None to do everything through torch.
+    """
+
+    staged = True
+
+    def __init__(self, index: int, cupy: Any) -> None:
+        self.index = index
+        self.torch_device = torch.device("cuda", index)
+        self._cupy = cupy
+        self._runtime = None if cupy is None else cupy.cuda.runtime
+        torch.cuda.init()
+        self._several = torch.cuda.device_count() > 1
+        self.copy_stream = _Stream(torch.cuda.Stream(device=self.torch_device))
+        self._streams: dict[int, _Stream] = {self.copy_stream.raw: self.copy_stream}
+
+    def __repr__(self) -> str:
+        return str(self.torch_device)
+
+    # Threads and streams
+
+    def bind_thread(self) -> None:
+        """See the protocol; also makes our calls legal beside a graph capture of another thread (contract 13)."""
+        torch.cuda.set_device(self.torch_device)
+        torch.cuda.set_stream(self.copy_stream.torch_stream)
+        _relax_capture_mode()
+
+
+    def on_copy_stream(self) -> AbstractContextManager[None]:
+        """See the protocol."""
+        return _OnStream(self.index, self.copy_stream.torch_stream)
+
+    def current_stream(self) -> Stream:
+        """The torch stream that is current for this device in the calling thread."""
+        raw = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = _Stream(torch.cuda.current_stream(self.torch_device))
+        return stream
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The device's default generator, which dropout and GPU augmentation draw from."""
+        return (torch.cuda.default_generators[self.index],)
+
+    # Memory
+
+    def host_alloc(self, nbytes: int) -> HostBlock:
+        """Page-locked memory of exactly ``nbytes``: CuPy's, without its pool; else registered pages of our own."""
+        with torch.inference_mode(False), torch.cuda.device(self.torch_device):
+            if self._cupy is None:
+                return _RegisteredBlock(nbytes)
+            return _CupyBlock(self._cupy, nbytes)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the copy engine can read ``tensor`` where it is."""
+        return tensor.is_pinned()
+
+    def is_resident(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on this device already."""
+        return tensor.device == self.torch_device
+
+    def alloc(self, nbytes: int) -> torch.Tensor:
+        """From the copy stream's pool of torch's allocator, the stream being current."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Launch the copy on the copy stream."""
+        if self._runtime is None:
+            dst.copy_(src, non_blocking=True)
+        else:
+            self._runtime.memcpyAsync(
+                dst.data_ptr(), src.data_ptr(), src.numel(), _HOST_TO_DEVICE, self.copy_stream.raw
+            )
+
+    # Events
+
+    def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """On the current stream, so after all work queued there."""
+        torch._foreach_copy_(targets, sources)
+
+    def before_transform(self) -> None:
+        """The transform's kernels queue up behind the copies by themselves."""
+
+    def new_event(self) -> Event:
+        """An event of our own; a thread that waits for it sleeps."""
+        if self._cupy is None:
+            return torch.cuda.Event(blocking=True)
+        with torch.cuda.device(self.torch_device):
+            return self._cupy.cuda.Event(block=True, disable_timing=True)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """See the protocol."""
+        if self._runtime is None:
+            event.record(stream.torch_stream)
+        elif self._several and stream.raw == 0:
+            # The default stream's handle means that of the *current* device.
+            with torch.cuda.device(self.torch_device):
+                self._runtime.eventRecord(event.ptr, 0)
+        else:
+            self._runtime.eventRecord(event.ptr, stream.raw)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """See the protocol."""
+        if self._runtime is None:
+            stream.torch_stream.wait_event(event)
+        elif self._several and stream.raw == 0:
+            with torch.cuda.device(self.torch_device):
+                self._runtime.streamWaitEvent(0, event.ptr)
+        else:
+            self._runtime.streamWaitEvent(stream.raw, event.ptr)
+
+    def query(self, event: Event) -> bool:
+        """See the protocol."""
+        return bool(event.query() if self._runtime is None else event.done)
+
+    def synchronize(self, event: Event) -> None:
+        """See the protocol."""
+        event.synchronize()
+
+    def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """torch's own ``record_stream``, so that its allocator keeps the block (contract 4)."""
+        tensor.record_stream(stream.torch_stream)
+
+
+class _OnStream:
+    """``torch.cuda.stream`` without its cost: two calls in, two out, nothing left changed."""
+
+    __slots__ = ("_device", "_index", "_stream", "_target")
+
+    def __init__(self, index: int, stream: torch.cuda.Stream) -> None:
+        self._index = index
+        self._target = stream
+
+    def __enter__(self) -> None:
+        self._device = torch._C._cuda_getDevice()
+        self._stream = torch._C._cuda_getCurrentStream(self._index)
+        target = self._target
+        torch._C._cuda_setStream(
+            stream_id=target.stream_id, device_index=target.device_index, device_type=target.device_type
+        )
+
+    def __exit__(self, *_: object) -> None:
+        stream_id, device_index, device_type = self._stream
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        if self._device != self._index:
+            torch.cuda._maybe_exchange_device(self._device)
+
+
+class _CupyBlock:
+    """``cudaHostAlloc`` through CuPy, past its pool: exact size, and the user's pool stays as it is."""
+
+    __slots__ = ("_memory", "nbytes", "tensor")
+
+    def __init__(self, cupy: Any, nbytes: int) -> None:
+        try:
+            self._memory = cupy.cuda.PinnedMemory(nbytes)
+        except (cupy.cuda.runtime.CUDARuntimeError, MemoryError, OverflowError) as error:
+            raise PinnedMemoryError(f"cudaHostAlloc of {nbytes} bytes: {error}") from error
+        self.nbytes = nbytes
+        buffer = (ctypes.c_uint8 * nbytes).from_address(self._memory.ptr)
+        buffer.owner = self._memory  # type: ignore[attr-defined] # a view that outlives the block stays readable
+        self.tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def free(self) -> None:
+        """``cudaFreeHost``, when the last view is gone too: the caller has dropped them."""
+        del self.tensor, self._memory
+
+
+class _RegisteredBlock:
+    """Shared anonymous pages, registered with torch's CUDA runtime: exact size, and a fork copies none of them."""
+
+    __slots__ = ("_map", "nbytes", "tensor")
+
+    def __init__(self, nbytes: int) -> None:
+        try:
+            self._map = mmap.mmap(-1, nbytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise PinnedMemoryError(f"mmap of {nbytes} bytes: {error}") from error
+        self.nbytes = nbytes
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
+        if int(status):
+            del self.tensor
+            _clear_last_error()
+            raise PinnedMemoryError(f"cudaHostRegister of {nbytes} bytes: CUDA error {int(status)}")
+
+    def free(self) -> None:
+        """Unregister; the pages go with the last view."""
+        torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+        del self.tensor, self._map
+
+
+def _clear_last_error() -> None:
+    """Take back the error that a refused registration leaves in the thread, so that the next call is clean."""
+    major = (torch.version.cuda or "12").partition(".")[0]
+    try:
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
+    except (OSError, AttributeError):
+        try:
+            torch.cuda._sleep(0)
+        except RuntimeError:
+            pass  # that call reported the old error, and so took it back
+
+
+def _relax_capture_mode() -> None:
+    """Take this thread out of the rule that a global-mode capture elsewhere forbids event queries and allocations.
+
+    Source: CUDA driver API, ``cuThreadExchangeStreamCaptureMode``. The mode belongs to the thread.
+    """
+    try:
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    except (OSError, AttributeError):
+        pass  # another platform: captures there are the user's to keep apart
+
+
+def cupy_status() -> str:
+    """Which CuPy serves, or why none does."""
+    cupy = _load_cupy(quiet=True)
+    return f"CuPy {cupy.__version__}" if cupy is not None else _cupy_problem
+
+
+_cupy_module: Any = None
+_cupy_problem = ""
+
+
+def _load_cupy(*, quiet: bool = False) -> Any:
+    """CuPy, imported late and after torch; None with one warning where it does not fit."""
+    global _cupy_module, _cupy_problem
+    if _cupy_module is not None or _cupy_problem:
+        return _cupy_module
+    cuda = torch.version.cuda or "?"
+    wheel = f"cupy-cuda{cuda.partition('.')[0]}x"
+    try:
+        import cupy
+
+        if cupy.__version__ in _KNOWN_BAD_CUPY:
+            raise ImportError(f"CuPy {cupy.__version__} is known to be broken")
+        cupy.cuda.runtime.getDeviceCount()
+    except ModuleNotFoundError:
+        _cupy_problem = f"no CuPy: torch's calls are used, which cost more; for speed install {wheel}"
+    except Exception as error:  # CuPy raises its own types when its libraries do not fit the driver
+        _cupy_problem = (
+            f"CuPy does not work here ({type(error).__name__}: {error}); torch {torch.__version__} is built for "
+            f"CUDA {cuda}: install {wheel}. Going on with torch's own calls"
+        )
+        if not quiet:
+            warnings.warn(_cupy_problem, PrefetchWarning, stacklevel=4)
+    else:
+        _cupy_module = cupy
+    return _cupy_module

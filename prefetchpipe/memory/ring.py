@@ -1,0 +1,140 @@
+"""The ring of pinned slots, and when a slot may be written again."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+
+import torch
+
+from prefetchpipe.batch.layout import Layout
+from prefetchpipe.device.base import Device, Event, HostBlock
+from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
+from prefetchpipe.memory.pinned import PinnedMemory
+
+__all__ = ["Slot", "SlotRing"]
+
+POISON = 0xA5
+
+
+class Slot:
+    """One pinned block, the event of the last copy out of it, and the packing views into it.
+
+    A slot is free because its event says so, never because of a count (contract 6). torch does not guard this memory:
+    its own host allocator does not know it.
+    """
+
+    __slots__ = ("_views", "block", "event", "used")
+
+    _VIEWS = 16
+
+    def __init__(self, event: Event) -> None:
+        self.block: HostBlock | None = None
+        self.event = event
+        self.used = False
+        self._views: dict[int, tuple[Layout, list[torch.Tensor]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Capacity in bytes."""
+        return 0 if self.block is None else self.block.nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes of the slot, flat ``uint8``."""
+        assert self.block is not None
+        return self.block.tensor
+
+    def views(self, layout: Layout) -> list[torch.Tensor]:
+        """Where the spans of ``layout`` are packed; made once per layout."""
+        found = self._views.get(id(layout))
+        if found is None:
+            if len(self._views) >= self._VIEWS:
+                self._views.clear()
+            # The layout is kept beside its views, so that its id cannot pass to another one.
+            found = self._views[id(layout)] = (layout, layout.slot_views(self.tensor))
+        return found[1]
+
+    def replace(self, block: HostBlock | None) -> HostBlock | None:
+        """Swap the memory; views into the old one are dropped first."""
+        self._views.clear()
+        old, self.block = self.block, block
+        return old
+
+
+class SlotRing:
+    """Slots in the order of their copies. One producer at a time uses a ring; others have rings of their own.
+
+    Args:
+        device: Whose events say when a slot is free.
+        memory: Where blocks come from.
+        slots: Most slots to hold.
+        poison: Overwrite a slot before it is written again, so that a late copy shows (``checked=True``).
+    """
+
+    __slots__ = ("_device", "_memory", "_poison", "_refused", "_slots", "_warned")
+
+    def __init__(self, device: Device, memory: PinnedMemory, slots: int, *, poison: bool = False) -> None:
+        self._device = device
+        self._memory = memory
+        self._slots: deque[Slot] = deque(Slot(device.new_event()) for _ in range(slots))
+        self._refused: int | None = None  # a batch of this many bytes was refused: do not ask at every batch
+        self._poison = poison
+        self._warned = False
+
+    def acquire(self, nbytes: int) -> Slot | None:
+        """The oldest slot, free and at least ``nbytes`` large; blocks until its copy has passed.
+
+        Returns:
+            A slot, or None when page-locked memory cannot be had: copy from pageable memory then (contract 15).
+        """
+        if self._refused is not None and nbytes >= self._refused:
+            return None
+        while self._slots:
+            slot = self._slots[0]
+            if slot.used:
+                self._wait(slot)
+            if slot.nbytes >= nbytes or self._grow(slot, nbytes):
+                self._slots.rotate(-1)
+                slot.used = True
+                return slot
+        self._refused = nbytes if self._refused is None else min(nbytes, self._refused)
+        self._slots.append(Slot(self._device.new_event()))  # a smaller batch may still get one
+        return None
+
+    def _wait(self, slot: Slot) -> None:
+        # Contract 6: the copy out of this slot may still be running.
+        if not self._device.query(slot.event):
+            self._device.synchronize(slot.event)
+        if self._poison and slot.block is not None:
+            slot.tensor.fill_(POISON)
+
+    def _grow(self, slot: Slot, nbytes: int) -> bool:
+        """Exactly ``nbytes`` for ``slot``; where that is refused, the slot leaves the ring and its memory is freed."""
+        old = slot.replace(None)
+        if old is not None:
+            self._memory.free(old)
+        try:
+            slot.replace(self._memory.alloc(nbytes))
+        except PinnedMemoryError as refused:
+            self._slots.remove(slot)
+            left = len(self._slots)
+            rest = f"a ring of at most {left}" if left else "copies from pageable memory, which are slower"
+            self._warn(f"page-locked memory for a batch of {nbytes} bytes was refused ({refused}); going on with {rest}")
+            return False
+        return True
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, PrefetchWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Wait for the copies under way, then give all memory back (slots outlive every copy, contract 6)."""
+        for slot in self._slots:
+            if slot.used:
+                self._device.synchronize(slot.event)
+                slot.used = False
+            block = slot.replace(None)
+            if block is not None:
+                self._memory.free(block)

@@ -1,0 +1,1 @@
+"""The way of a batch: producer -> staging -> transfer -> consumer."""

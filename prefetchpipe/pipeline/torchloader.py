@@ -1,0 +1,102 @@
+"""What must be known of ``torch.utils.data.DataLoader``: its worker processes, and how its iterator ends.
+
+Source: torch/utils/data/dataloader.py, "Data Loader Multiprocessing Shutdown Logic" (torch 2.8 to 2.13).
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from prefetchpipe.pipeline.producer import Producer
+
+__all__ = ["claim", "gives_up_memory", "has_dead_worker", "has_workers", "prepare", "shut_down", "wake"]
+
+_WAKE_SECONDS = 0.5
+
+_lock = threading.Lock()  # guards _owners: two threads may start passes over one loader
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Producer]] = weakref.WeakKeyDictionary()
+
+
+def prepare(loader: Any) -> None:
+    """Before ``iter(loader)``: end the older pass over a loader whose workers persist.
+
+    There is one set of workers, and torch resets it; without this, torch's ``_reset`` and the older producer would
+    wait for each other's messages.
+    """
+    if not _workers_persist(loader):
+        return
+    with _lock:
+        reference = _owners.pop(loader, None)
+    older = reference() if reference is not None else None
+    if older is not None:
+        older.stop(why="a newer pass over the same DataLoader took over its persistent workers (there is one set)")
+
+
+def claim(loader: Any, producer: Producer) -> None:
+    """After ``iter(loader)``: remember which pass uses the workers that persist."""
+    if _workers_persist(loader):
+        with _lock:
+            _owners[loader] = weakref.ref(producer)
+
+
+def _workers_persist(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and bool(loader.persistent_workers)
+
+
+def has_workers(iterator: Any) -> bool:
+    """Whether ``iterator`` is torch's iterator over worker processes."""
+    return hasattr(iterator, "_worker_result_queue") and hasattr(iterator, "_workers")
+
+
+def has_dead_worker(iterator: Any) -> bool:
+    """Whether a worker process behind ``iterator`` has gone although more was to come."""
+    if not has_workers(iterator) or iterator._shutdown:
+        return False
+    status = iterator._workers_status
+    return any(status[i] and not worker.is_alive() for i, worker in enumerate(iterator._workers))
+
+
+def wake(iterator: Any) -> None:
+    """Bring a thread back that waits inside ``next(iterator)``: up to five seconds otherwise.
+
+    A message that torch cannot place makes that call fail, in a pass that has ended. A later ``_reset`` skips it.
+    """
+    if not has_workers(iterator):
+        return
+    message = (-1, None)
+    queue = iterator._data_queue
+    try:
+        if hasattr(iterator, "_pin_memory_thread"):
+            queue.put(message)
+        elif queue._wlock is None or queue._wlock.acquire(timeout=_WAKE_SECONDS):
+            # Past Queue.put, which would start a feeder thread that outlives the pass.
+            try:
+                queue._writer.send_bytes(pickle.dumps(message))
+            finally:
+                if queue._wlock is not None:
+                    queue._wlock.release()
+    except (OSError, ValueError, AttributeError):
+        pass  # the queue is closed already: nobody waits there
+
+
+def shut_down(iterator: Any, loader: Any) -> None:
+    """End the workers after one of them died; torch would raise again from its child-process handler otherwise."""
+    if not has_workers(iterator):
+        return
+    iterator._shutdown_workers()
+    if getattr(loader, "_iterator", None) is iterator:
+        loader._iterator = None
+
+
+def gives_up_memory(loader: Any) -> bool:
+    """Whether the source never writes again into a batch that it has handed out.
+
+    A list runs no code of its own between two batches; a DataLoader that pins makes fresh pages for every batch.
+    """
+    return type(loader) in (list, tuple) or (isinstance(loader, DataLoader) and bool(loader.pin_memory))

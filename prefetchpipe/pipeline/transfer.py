@@ -1,0 +1,318 @@
+"""The hot path: one batch to the device. Everything that touches streams, events and device memory is here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from prefetchpipe.batch.layout import Layout, LayoutCache, is_packable
+from prefetchpipe.batch.move import move
+from prefetchpipe.batch.tree import WalkCache, find_tensors, flatten, unflatten
+from prefetchpipe.device.base import Device, Event, Stream
+from prefetchpipe.errors import CorruptBatchError
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.memory.ring import Slot, SlotRing
+from prefetchpipe.options import Options
+from prefetchpipe.pipeline.staging import stage
+from prefetchpipe.pipeline.threadstate import ThreadState
+from prefetchpipe.stats import Counters
+
+__all__ = ["Ticket", "Transfer"]
+
+
+_SLOTS = 3
+"""One being packed, one on the wire, one between. More do not help, and fall out of the CPU's cache: packing 38 MB
+with 2 or 3 slots takes 0.73 ms, with 4 0.98, with 8 1.27 (docs/performance.md)."""
+
+
+class Ticket:
+    """A batch on its way: what the consumer needs to take it over."""
+
+    __slots__ = ("batch", "check", "error", "final", "ready", "state", "used_on", "uses")
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.ready: Event = None
+        """Passed when the copies and the transform have; None if the device has nothing to wait for."""
+        self.uses: Sequence[torch.Tensor] = ()
+        """Tensors whose memory the consumer's stream is about to use, one per allocation."""
+        self.used_on: Stream = None
+        """The stream for which their use is on record already."""
+        self.check: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.state: Any = None
+        """The loader's state after this batch, where it has one (contract 11)."""
+        self.error: BaseException | None = None
+        self.final = False
+
+
+class Transfer:
+    """Sends the batches of one pass at a time; a prefetcher keeps it, with its pinned ring, for the next pass.
+
+    Args:
+        device: Where batches go.
+        options: Depth, transform, checks.
+        memory: Where the slots of the ring come from.
+        counters: Bytes are added here.
+    """
+
+    def __init__(self, device: Device, options: Options, memory: PinnedMemory, counters: Counters) -> None:
+        self._device = device
+        self._transform = options.transform
+        self._checked = options.checked
+        self._counters = counters
+        self._memory = memory
+        self._ring = SlotRing(device, memory, _SLOTS, poison=options.checked) if device.staged else None
+        self._layouts = LayoutCache()
+        self._walk = WalkCache()
+        self._events: deque[Event] = deque()
+        self._held: deque[tuple[Event, Any]] = deque()
+        self.consumer_stream: Stream = None
+
+    def send(self, batch: Any, modes: ThreadState, caller: Stream, *, reusable_source: bool) -> Ticket:
+        """Launch everything that brings ``batch`` to the device; the copy stream is current.
+
+        Args:
+            batch: What the loader gave.
+            modes: Modes under which the transform runs.
+            caller: The consumer's stream if the loader just ran on it, else None.
+            reusable_source: Whether the loader may write into this batch's memory again.
+
+        Returns:
+            A ticket. The bytes have left the loader's tensors (contract 5).
+
+        Raises:
+            torch.OutOfMemoryError: The device is full; nothing of the batch is kept, it can be sent again.
+        """
+        started = perf_counter()
+        ticket = Ticket()
+        leaves: list[Any] = []
+        spec = flatten(batch, leaves, self._walk)
+        if leaves:
+            leaves = self._send_leaves(leaves, ticket, caller, reusable_source=reusable_source)
+        batch = unflatten(spec, leaves)
+        del leaves, spec
+        if self._transform is not None:
+            batch = self._transformed(batch, modes)
+            ticket.uses = self._distinct(find_tensors(batch))
+        ticket.batch = batch
+        if self._device.staged and (ticket.uses or self._transform is not None):
+            ticket.ready = self._events.popleft() if self._events else self._device.new_event()
+            self._device.record(ticket.ready, self._device.copy_stream)
+            self._record_uses(ticket, self.consumer_stream)
+        self._counters.send_seconds += perf_counter() - started
+        return ticket
+
+    def deliver(self, ticket: Ticket, stream: Stream) -> Any:
+        """Take a batch over for ``stream``, the consumer's current one. The host does not wait."""
+        if ticket.ready is not None:
+            self._device.wait(stream, ticket.ready)  # contract 3: ordered by an event, on the stream of this moment
+            if stream is not ticket.used_on:
+                self._record_uses(ticket, stream)
+            if ticket.check is not None:
+                self._device.synchronize(ticket.ready)
+                _verify(ticket.check)
+            self._events.append(ticket.ready)
+        elif ticket.check is not None:
+            _verify(ticket.check)
+        ticket.uses = ()
+        batch, ticket.batch = ticket.batch, None
+        return batch
+
+    def _record_uses(self, ticket: Ticket, stream: Stream) -> None:
+        """Contract 4: the memory is not recycled while ``stream`` may still read it.
+
+        Done when sending, for the stream that the consumer used last: 9 microseconds an allocation that its thread
+        does not spend. Delivery to another stream does it again.
+        """
+        if stream is not None:
+            for tensor in ticket.uses:
+                self._device.record_use(tensor, stream)
+            ticket.used_on = stream
+
+    def close(self) -> None:
+        """Wait for the copies under way and give the pinned memory back."""
+        while self._held:
+            event, _ = self._held.popleft()
+            self._device.synchronize(event)
+        if self._ring is not None:
+            self._ring.close()
+
+    # One batch
+
+    def _send_leaves(self, leaves: list[Any], ticket: Ticket, caller: Stream, *, reusable_source: bool) -> list[Any]:
+        device = self._device
+        out: list[Any] = list(leaves)
+        packed: list[int] = []
+        uses: list[torch.Tensor] = []
+        pinned: list[int] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and device.is_resident(leaf):
+                self._order_after(caller)
+                uses.append(leaf)
+            elif not is_packable(leaf):
+                out[i] = move(leaf, device.torch_device)
+                uses.extend(find_tensors(out[i]))
+            elif device.is_pinned(leaf) and _is_dense(leaf):
+                pinned.append(i)
+            else:
+                packed.append(i)
+        if packed:
+            self._send_packed([leaves[i] for i in packed], packed, out, uses)
+        if pinned:
+            self._send_pinned([leaves[i] for i in pinned], pinned, out, uses, reusable_source=reusable_source)
+        if self._checked:
+            self._remember(ticket, leaves, out, packed + pinned)
+        ticket.uses = uses
+        return out
+
+    def _send_packed(self, leaves: list[torch.Tensor], where: list[int], out: list[Any], uses: list[torch.Tensor]) -> None:
+        device = self._device
+        layout = self._layouts.get(leaves)
+        blocks = [device.alloc(block.nbytes) for block in layout.blocks]
+        arrived = layout.unpack(blocks)
+        if self._ring is None:
+            torch._foreach_copy_(arrived, leaves)
+        else:
+            self._stage(layout, leaves, blocks)
+            uses.extend(blocks)
+        self._counters.copied_bytes += layout.nbytes
+        for i, tensor in zip(where, arrived, strict=True):
+            out[i] = tensor
+
+    def _stage(self, layout: Layout, leaves: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
+        assert self._ring is not None
+        slot = self._ring.acquire(layout.nbytes)
+        if slot is None:
+            self._stage_pageable(layout, leaves, blocks)
+            return
+        try:
+            stage(self._device, layout, slot, leaves, blocks)
+        finally:
+            # Contract 6: the slot is free when this event has passed, also after a copy that failed half-way.
+            self._device.record(slot.event, self._device.copy_stream)
+        self._counters.staged_bytes += layout.nbytes
+
+    def _stage_pageable(self, layout: Layout, leaves: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
+        event = self._device.new_event()
+        slot = Slot(event)
+        slot.replace(_PageableBlock(layout.nbytes))
+        stage(self._device, layout, slot, leaves, blocks)
+        self._device.record(event, self._device.copy_stream)
+        # The temporary memory goes when this returns; a thread that waits here is still better than a lost batch.
+        self._device.synchronize(event)
+        self._counters.pageable_bytes += layout.nbytes
+
+    def _send_pinned(
+        self,
+        leaves: list[torch.Tensor],
+        where: list[int],
+        out: list[Any],
+        uses: list[torch.Tensor],
+        *,
+        reusable_source: bool,
+    ) -> None:
+        device = self._device
+        for i, leaf in zip(where, leaves, strict=True):
+            nbytes = leaf.numel() * leaf.dtype.itemsize
+            block = device.alloc(nbytes)
+            flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+            start = leaf.storage_offset() * leaf.dtype.itemsize
+            flat.set_(leaf.untyped_storage(), start, (nbytes,), (1,))
+            device.copy(block, flat)
+            piece = torch.empty(0, dtype=leaf.dtype, device=block.device)
+            out[i] = piece.set_(block.untyped_storage(), 0, leaf.shape, leaf.stride())
+            uses.append(block)
+            self._counters.copied_bytes += nbytes
+            self._counters.direct_bytes += nbytes
+        event = device.new_event()
+        device.record(event, device.copy_stream)
+        if reusable_source:
+            device.synchronize(event)  # contract 5: the loader may fill this memory again at its next batch
+            return
+        self._held.append((event, leaves))  # contract 6: the source outlives the copy out of it
+        while device.query(self._held[0][0]):
+            self._held.popleft()
+            if not self._held:
+                break
+
+    def _order_after(self, caller: Stream) -> None:
+        """A leaf that the loader made on the consumer's stream: the transform must not read it earlier."""
+        if caller is not None and self._transform is not None:
+            event = self._device.new_event()
+            self._device.record(event, caller)
+            self._device.wait(self._device.copy_stream, event)
+
+    def _transformed(self, batch: Any, modes: ThreadState) -> Any:
+        assert self._transform is not None
+        self._device.before_transform()
+        try:
+            with modes.user_code():
+                result = self._transform(batch)
+        except StopIteration as stop:
+            raise RuntimeError("transform raised StopIteration") from stop
+        if result is None and batch is not None:
+            raise TypeError("transform returned None; it must return the batch (it may return the one it was given)")
+        return result
+
+    def _distinct(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One tensor per allocation on the device."""
+        device = self._device
+        found: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            if device.is_resident(tensor) and tensor.layout is torch.strided:
+                found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            elif device.is_resident(tensor):
+                found[-id(tensor)] = tensor
+        return list(found.values())
+
+    def _remember(self, ticket: Ticket, leaves: list[Any], out: list[Any], which: list[int]) -> None:
+        """``checked=True``: what was sent, to be compared on arrival; before the transform if there is one."""
+        check = [(out[i], leaves[i].clone()) for i in which]
+        if self._transform is None:
+            ticket.check = check
+            return
+        event = self._device.new_event()
+        self._device.record(event, self._device.copy_stream)
+        self._device.synchronize(event)
+        _verify(check)
+
+
+class _PageableBlock:
+    """Ordinary memory in the place of a pinned block."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def free(self) -> None:
+        """Goes with its last reference."""
+
+
+def _is_dense(leaf: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in any order of dimensions."""
+    if leaf.is_contiguous():
+        return leaf.numel() > 0
+    if leaf.numel() == 0 or leaf.storage_offset() < 0:
+        return False
+    step = 1
+    for size, stride in sorted(zip(leaf.shape, leaf.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _verify(check: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for number, (arrived, sent) in enumerate(check):
+        here = arrived.cpu()
+        same = here.dtype == sent.dtype and here.shape == sent.shape
+        if not same or here.contiguous().view(-1).view(torch.uint8).ne(sent.contiguous().view(-1).view(torch.uint8)).any():
+            raise CorruptBatchError(
+                f"leaf {number} ({sent.dtype}, shape {tuple(sent.shape)}) differs on the device from what the loader gave"
+            )

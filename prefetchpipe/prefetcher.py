@@ -1,0 +1,317 @@
+"""``GPUPrefetcher``: life cycle and iterator."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from prefetchpipe.device import resolve
+from prefetchpipe.device.base import Device
+from prefetchpipe.errors import PrefetchWarning
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.options import Fetch, Options, Workers
+from prefetchpipe.pipeline import torchloader
+from prefetchpipe.pipeline.producer import LEAVE_SECONDS, Producer
+from prefetchpipe.pipeline.static import StaticBatches
+from prefetchpipe.pipeline.transfer import Ticket, Transfer
+from prefetchpipe.stats import Counters, Stats
+
+__all__ = ["GPUPrefetcher"]
+
+_CLOSE_SECONDS = 5.0
+
+_live: weakref.WeakSet[Producer] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Interpreter exit: before torch's and multiprocessing's own hooks, which were registered earlier."""
+    for producer in list(_live):
+        producer.stop(why="the interpreter exits")
+
+
+class Shared:
+    """What the passes of one prefetcher share. Held by them and by the prefetcher; holds neither."""
+
+    def __init__(self, loader: Any, device: Device, options: Options) -> None:
+        self.loader = loader
+        self.device = device
+        self.options = options
+        self.counters = Counters(options.depth)
+        self.memory = PinnedMemory(device, options.max_pinned_bytes)
+        self.one_shot_lock = threading.RLock()  # two passes over one iterator: Python lets one call at a time
+        self.newest: weakref.ref[Producer] | None = None
+        self.state: Any = None
+        self.has_state = callable(getattr(loader, "state_dict", None))
+        self._lock = threading.Lock()  # guards what follows: passes end in several threads
+        self._idle: list[Transfer] = []
+        self._leased: dict[int, int] = {}
+        self._generation = 0
+        self._carried: list[Ticket] = []
+
+    def lease_transfer(self) -> Transfer:
+        """A transfer for one pass, with the pinned ring of an earlier one where there is one."""
+        with self._lock:
+            transfer = self._idle.pop() if self._idle else None
+        if transfer is None:
+            transfer = Transfer(self.device, self.options, self.memory, self.counters)
+        with self._lock:
+            self._leased[id(transfer)] = self._generation
+        return transfer
+
+    def return_transfer(self, transfer: Transfer) -> None:
+        """One idle ring is kept for the next pass; the memory of others, and of closed passes, goes back."""
+        with self._lock:
+            if self._leased.pop(id(transfer), -1) == self._generation and not self._idle:
+                self._idle.append(transfer)
+                return
+        transfer.close()
+
+    def close(self) -> None:
+        """Give back what idle passes hold; those under way give back theirs when they end."""
+        with self._lock:
+            self._generation += 1
+            idle, self._idle = self._idle, []
+            self._carried.clear()
+        for transfer in idle:
+            transfer.close()
+
+    def carry(self, tickets: list[Ticket]) -> None:
+        """Batches taken out of a one-shot source and not delivered: the next pass begins with them (contract 1)."""
+        with self._lock:
+            self._carried.extend(tickets)
+
+    def take_carried(self) -> list[Ticket]:
+        """What an earlier pass left."""
+        with self._lock:
+            carried, self._carried = self._carried, []
+        return carried
+
+    def note_path(self, path: str, reason: str) -> None:
+        """For ``stats()``."""
+        self.counters.path = path
+        self.counters.path_reason = reason
+
+    def capture_state(self, producer: Producer) -> Any:
+        """The loader's state now, for the batch just fetched (contract 11)."""
+        if self.has_state and self.newest is not None and self.newest() is producer:
+            return copy.deepcopy(self.loader.state_dict())
+        return None
+
+
+class _Pass(Iterator[Any]):
+    """The iterator of one pass. When it goes, its producer is stopped."""
+
+    def __init__(self, prefetcher: GPUPrefetcher, producer: Producer, static: StaticBatches | None) -> None:
+        self._prefetcher = prefetcher  # `for batch in GPUPrefetcher(loader)` holds the iterator only
+        self._shared = prefetcher._shared
+        self._device = self._shared.device
+        self._producer: Producer | None = producer
+        self._static = static
+        self._finalizer = weakref.finalize(self, producer.stop)
+        self._finalizer.atexit = False
+
+    def __next__(self) -> Any:
+        producer = self._producer
+        if producer is None:
+            raise StopIteration
+        stream = self._device.current_stream()
+        done = producer.mark_done(stream)  # contract 4: everything about the batch before this one is behind it
+        producer.transfer.consumer_stream = stream
+        ticket = producer.take(stream)
+        if ticket.final:
+            self._end(producer, ticket)
+        batch = producer.transfer.deliver(ticket, stream)
+        if self._static is not None:
+            batch = self._static.fill(batch)
+        if self._shared.has_state:
+            self._shared.state = ticket.state
+        self._shared.counters.batches += 1
+        producer.allow(done)
+        return batch
+
+    def _end(self, producer: Producer, ticket: Ticket) -> None:
+        self._producer = None
+        error, ticket.error = ticket.error, None
+        if error is None:
+            producer.finish()
+            if self._shared.has_state:
+                self._shared.state = ticket.state
+            raise StopIteration
+        try:
+            producer.fail()
+            raise error
+        finally:
+            del error  # the traceback refers to this frame
+
+    def close(self) -> None:
+        """End this pass; advancing it afterwards raises :class:`~prefetchpipe.errors.IteratorClosedError`."""
+        if self._producer is not None:
+            self._producer.stop(why="its iterator was closed")
+
+
+class GPUPrefetcher:
+    """Iterate over the batches of ``loader``, already on the device.
+
+    Order, count, values and types of the batches are those of ``for batch in loader``. A yielded batch belongs to the
+    consumer; work on the stream that is current at ``next`` is ordered after its copy. Every ``iter`` starts an
+    independent pass.
+
+    Args:
+        loader: Any iterable of batches; a batch is any nesting of containers with tensors and NumPy arrays.
+        device: ``None`` (the current CUDA device of the calling thread, the CPU without one), ``"cpu"``, ``"cuda"``,
+            ``"cuda:1"``, a :class:`torch.device`, or a :class:`prefetchpipe.testing.SimulatedDevice`.
+        depth: Batches copied ahead of the one in use, at least 1.
+        transform: Called with each batch on the device, on the copy stream; returns the batch to hand out.
+        fetch: Who calls ``next(loader)``: a ``"thread"``, the ``"caller"`` of ``next``, or ``"auto"``: the thread,
+            unless the loader draws from this process's global random generators or batches are tiny.
+        workers: Whether the worker processes of a DataLoader write into pinned shared memory. Only ``"plain"`` and
+            ``"auto"`` (today the same) are served in this version.
+        copy_threads: Threads used for packing; None: chosen from the cores that this process may use.
+        max_pinned_bytes: Upper bound for the page-locked host memory of this prefetcher, in bytes.
+        static: Batches live at fixed device addresses (for CUDA graphs) and are valid until the next ``next``.
+        checked: Poison released memory and verify every batch on arrival. Slow; proves that a bug is not here.
+
+    Raises:
+        TypeError: ``loader`` is not iterable, or an option has a wrong type.
+        ValueError: An option has a value that is not allowed, or the device is not there.
+
+    Example:
+        >>> import torch
+        >>> from prefetchpipe import GPUPrefetcher
+        >>> loader = [{"x": torch.ones(2), "id": i} for i in range(3)]
+        >>> [batch["id"] for batch in GPUPrefetcher(loader, device="cpu")]
+        [0, 1, 2]
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: str | torch.device | Device | None = None,
+        *,
+        depth: int = 2,
+        transform: Callable[[Any], Any] | None = None,
+        fetch: Fetch = "auto",
+        workers: Workers = "auto",
+        copy_threads: int | None = None,
+        max_pinned_bytes: int | None = None,
+        static: bool = False,
+        checked: bool = False,
+    ) -> None:
+        if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+            raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__})")
+        options = Options(depth, transform, fetch, workers, copy_threads, max_pinned_bytes, static, checked)
+        self._setup(loader, resolve(device), options)
+
+    def _setup(self, loader: Any, device: Device, options: Options) -> None:
+        self._shared = Shared(loader, device, options)
+        self._passes: weakref.WeakSet[Producer] = weakref.WeakSet()
+        self._static = StaticBatches(device) if options.static else None
+        weakref.finalize(self, self._shared.close).atexit = False
+
+    # Iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start a pass. ``iter(loader)`` is called here, in the calling thread; nothing is pulled yet."""
+        shared = self._shared
+        for older in list(self._passes):
+            if older.has_dead_worker():
+                older.stop(why="a worker process of its loader died")
+        torchloader.prepare(shared.loader)
+        source = iter(shared.loader)
+        producer = Producer(shared, source)
+        torchloader.claim(shared.loader, producer)
+        shared.newest = weakref.ref(producer)
+        shared.state = None
+        self._passes.add(producer)
+        _live.add(producer)
+        return _Pass(self, producer, self._static)
+
+    def __len__(self) -> int:
+        return len(self._shared.loader)
+
+    def __bool__(self) -> bool:
+        return bool(self._shared.loader)
+
+    def close(self) -> None:
+        """End every pass of this prefetcher and give its memory back. A later ``iter`` works."""
+        late = [producer for producer in list(self._passes) if not producer.stop(why="close() was called", seconds=_CLOSE_SECONDS)]
+        self._passes.clear()
+        self._shared.close()
+        if late:
+            warnings.warn(
+                f"{len(late)} producer thread(s) are still inside next(loader) after {_CLOSE_SECONDS:.0f} s; "
+                "they end when the loader comes back",
+                PrefetchWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> GPUPrefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Reading through to the loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_shared", "_passes", "_static"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._shared.loader, name)
+        if name == "state_dict" and callable(value):
+            return self._state_dict
+        if name == "load_state_dict" and callable(value):
+            return self._load_state_dict
+        return value
+
+    def _state_dict(self) -> Any:
+        """The loader's state right after the batch last yielded; prefetched batches do not count (contract 11)."""
+        state = self._shared.state
+        return self._shared.loader.state_dict() if state is None else copy.deepcopy(state)
+
+    def _load_state_dict(self, state: Any) -> Any:
+        self._shared.state = None
+        return self._shared.loader.load_state_dict(state)
+
+    def stats(self) -> Stats:
+        """What has been done so far, as a frozen snapshot; callable from any thread."""
+        shared = self._shared
+        counters = shared.counters
+        return Stats(
+            device=repr(shared.device),
+            batches=counters.batches,
+            copied_bytes=counters.copied_bytes,
+            staged_bytes=counters.staged_bytes,
+            direct_bytes=counters.direct_bytes,
+            pageable_bytes=counters.pageable_bytes,
+            pinned_bytes=shared.memory.held_bytes,
+            pinned_allocations=shared.memory.allocations,
+            fetch_seconds=counters.fetch_seconds,
+            send_seconds=counters.send_seconds,
+            stall_seconds=counters.stall_seconds,
+            depth=counters.depth,
+            path=counters.path,
+            path_reason=counters.path_reason,
+        )
+
+    def __repr__(self) -> str:
+        shared = self._shared
+        return f"GPUPrefetcher({shared.loader!r}, device={shared.device!r}, depth={shared.options.depth})"
+
+    # Copies carry the configuration; passes, memory and threads stay behind
+
+    def __getstate__(self) -> dict[str, Any]:
+        shared = self._shared
+        device = shared.device
+        name = str(device.torch_device) if type(device).__module__.startswith("prefetchpipe.device.") else device
+        return {"loader": shared.loader, "device": name, "options": shared.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._setup(state["loader"], resolve(state["device"]), state["options"])
