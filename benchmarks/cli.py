@@ -88,7 +88,10 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=8, help="worker processes of the workers-* rows")
     parser.add_argument("--device", default=None)
     parser.add_argument("--quick", action="store_true", help="scaled-down batches, few repeats: does the suite work?")
-    parser.add_argument("--out", type=Path, default=None, help="results file; default: benchmarks/results/DATE.json")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="results file; default: benchmarks/results/DATE.json, none if quick"
+    )
+    parser.add_argument("--commit", default=None, help="commit to record where the tree is no git checkout")
     parser.add_argument("--quiet", action="store_true")
 
 
@@ -131,22 +134,26 @@ def _measure(options: argparse.Namespace, rows: Sequence[Row], **chosen: object)
     select(settings.contenders, settings.variants)
     env = Env.detect(device=options.device, small=options.quick, workers=options.workers)
     out = options.out
-    if out is None:
-        stamp = now().replace(":", "").replace("-", "")
-        out = _RESULTS / ("quick.json" if options.quick else f"{stamp}.json")
+    if out is None and not options.quick:
+        out = _RESULTS / f"{now().replace(':', '').replace('-', '')}.json"
     context = Context(env, settings, Progress(quiet=options.quiet))
     result = run(rows, context, _recorded(options), out)  # type: ignore[arg-type]
+    if options.commit:
+        result.git_commit = options.commit
+        if out is not None:
+            schema.save(result, out)
     parts = [full_table(result), race_table(result), values_table(result)]
     print("\n\n".join(part for part in parts if part))
-    if getattr(options, "charts", False):
+    if getattr(options, "charts", False) and out is not None:
         _draw(result, out.with_suffix(""))
-    print(f"\n{out}: {result.seconds:.0f} s", file=sys.stderr)
+    if not options.quiet:
+        print(f"\n{out or 'no results file (--out)'}: {result.seconds:.0f} s", file=sys.stderr)
     return 1 if any(row.error for row in result.rows) else 0
 
 
 def _recorded(options: argparse.Namespace) -> list[str]:
     """The choices of this run, without paths."""
-    left_out = ("command", "out", "quiet", "charts")
+    left_out = ("command", "commit", "out", "quiet", "charts")
     chosen = {name: value for name, value in vars(options).items() if name not in left_out and value not in (None, [])}
     return [f"{name}={value}" for name, value in chosen.items()]
 

@@ -42,7 +42,8 @@ class Env:
         """The given device, else the current CUDA device, else the CPU."""
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if chosen.type == "cuda":
-            chosen = torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+            index = getattr(chosen, "index", None)
+            chosen = torch.device("cuda", torch.cuda.current_device() if index is None else index)
             torch.cuda.set_device(chosen)
         return cls(chosen, small=small, workers=workers)
 
@@ -64,7 +65,7 @@ class Env:
 
 def describe_machine(env: Env) -> dict[str, Any]:
     """Hardware and system, as far as it can be asked for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0))
     machine: dict[str, Any] = {
         "cores": cores,
         "cpu": _cpu_name(),

@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "OURS",
     "SCHEMA",
+    "TUNED_PLAIN",
     "Cell",
     "RaceCount",
     "Regime",
@@ -26,6 +27,8 @@ __all__ = [
 SCHEMA = 1
 OURS = "prefetchpipe"
 """Contenders whose name starts with this are ours, the others are peers."""
+TUNED_PLAIN = ("plain", "pinned", "pinned-loader")
+"""The tuned plain loop is the fastest of these."""
 
 
 @dataclass
@@ -140,6 +143,11 @@ class RowResult:
         """Whether ``contender`` went through this row's race without a wrong batch or an error, or had none to run."""
         return not any(count.wrong or count.error for count in self.race if count.contender == contender)
 
+    def tuned_plain(self, regime: Regime) -> Cell | None:
+        """The fastest loop with torch alone and no index by hand."""
+        plain = [c for c in regime.cells if c.contender in TUNED_PLAIN and c.median is not None]
+        return min(plain, key=lambda cell: cell.median or 0.0, default=None)
+
     def best_right_peer(self, regime: Regime) -> Cell | None:
         """The fastest peer that is right."""
         right = [c for c in regime.cells if not c.ours and c.median is not None and self.right(c.contender)]
@@ -192,11 +200,12 @@ def load(path: Path) -> Result:
 
 
 def newest(folder: Path) -> Path | None:
-    """The results file with the latest date inside, quick runs left aside."""
+    """The complete results file with the latest date inside; runs that are quick or have no times are left aside."""
     dated = []
     for path in folder.glob("*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data.get("schema") == SCHEMA and not data.get("machine", {}).get("quick"):
+        timed = any(row.get("regimes") for row in data.get("rows", ()))
+        if data.get("schema") == SCHEMA and data.get("complete") and timed and not data["machine"].get("quick"):
             dated.append((data["date"], path))
     return max(dated)[1] if dated else None
 

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -18,7 +18,7 @@ from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
-from prefetchpipe.pipeline.producer import LEAVE_SECONDS, Producer
+from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.transfer import Ticket, Transfer
 from prefetchpipe.stats import Counters, Stats
@@ -111,7 +111,7 @@ class _Pass(Iterator[Any]):
 
     def __init__(self, prefetcher: GPUPrefetcher, producer: Producer, static: StaticBatches | None) -> None:
         self._prefetcher = prefetcher  # `for batch in GPUPrefetcher(loader)` holds the iterator only
-        self._shared = prefetcher._shared
+        self._shared = prefetcher._shared  # noqa: SLF001 - the other half of this class
         self._device = self._shared.device
         self._producer: Producer | None = producer
         self._static = static
@@ -242,7 +242,8 @@ class GPUPrefetcher:
 
     def close(self) -> None:
         """End every pass of this prefetcher and give its memory back. A later ``iter`` works."""
-        late = [producer for producer in list(self._passes) if not producer.stop(why="close() was called", seconds=_CLOSE_SECONDS)]
+        passes = list(self._passes)
+        late = [producer for producer in passes if not producer.stop(why="close() was called", seconds=_CLOSE_SECONDS)]
         self._passes.clear()
         self._shared.close()
         if late:
@@ -253,7 +254,7 @@ class GPUPrefetcher:
                 stacklevel=2,
             )
 
-    def __enter__(self) -> GPUPrefetcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,7 +20,7 @@ class Ours(Contender):
     rank = 90
     needs = "prefetchpipe"
     cpu = True
-    depths = (2, 1, 4)
+    depths: tuple[int, ...] = (2, 1, 4)
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         self._options = dict(options or {})
@@ -28,6 +28,8 @@ class Ours(Contender):
             self.name = f"{OURS}({', '.join(f'{key}={value}' for key, value in self._options.items())})"
             self.rank = 91
             self.variant = True
+            if "depth" in self._options:
+                self.depths = ()
 
     @classmethod
     def variant_of(cls, text: str) -> Ours:

@@ -39,6 +39,9 @@ class Device(Protocol):
     staged: bool
     """True: copies go through pinned slots. False: batches are packed straight into their final memory (CPU)."""
 
+    host_memory: bool
+    """True: tensors of this device read as CPU tensors, so that only :meth:`is_resident` tells them from others."""
+
     copy_stream: Stream
     """The one side stream of this device; copies and transforms run on it."""
 
@@ -74,8 +77,11 @@ class Device(Protocol):
             torch.OutOfMemoryError: The device is full.
         """
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Launch an asynchronous copy of a flat host ``src`` to a flat device ``dst`` on the copy stream."""
+    def empty(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As :meth:`alloc`, for one dense tensor."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Launch an asynchronous copy on ``stream``: all bytes of a flat ``uint8`` host ``src`` to a dense ``dst``."""
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy device tensors on the stream that is current in the calling thread (``static=True``)."""

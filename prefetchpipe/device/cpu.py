@@ -18,6 +18,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     staged = False
+    host_memory = False
     copy_stream: Stream = None
 
     def __repr__(self) -> str:
@@ -54,9 +55,13 @@ class CpuDevice:
         """Pageable memory of exactly ``nbytes``."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy now."""
-        dst.copy_(src)
+    def empty(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Pageable memory."""
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Never asked for: nothing is staged."""
+        raise NotImplementedError
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy now."""

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import threading
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class CudaDevice:
     """
 
     staged = True
+    host_memory = False
 
     def __init__(self, index: int, cupy: Any) -> None:
         self.index = index
@@ -100,7 +101,6 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self.copy_stream.torch_stream)
         _relax_capture_mode()
-
 
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """See the protocol."""
@@ -139,14 +139,20 @@ class CudaDevice:
         """From the copy stream's pool of torch's allocator, the stream being current."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Launch the copy on the copy stream."""
-        if self._runtime is None:
-            dst.copy_(src, non_blocking=True)
-        else:
-            self._runtime.memcpyAsync(
-                dst.data_ptr(), src.data_ptr(), src.numel(), _HOST_TO_DEVICE, self.copy_stream.raw
-            )
+    def empty(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As :meth:`alloc`."""
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self.torch_device)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Launch the copy."""
+        if self._runtime is not None and not (self._several and stream.raw == 0):
+            self._runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel(), _HOST_TO_DEVICE, stream.raw)
+            return
+        flat = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        start = dst.storage_offset() * dst.dtype.itemsize
+        flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,))
+        with torch.cuda.stream(stream.torch_stream):
+            flat.copy_(src, non_blocking=True)
 
     # Events
 
@@ -187,7 +193,9 @@ class CudaDevice:
 
     def query(self, event: Event) -> bool:
         """See the protocol."""
-        return bool(event.query() if self._runtime is None else event.done)
+        if self._runtime is None:
+            return bool(event.query())
+        return bool(self._runtime.eventQuery(event.ptr) == 0)
 
     def synchronize(self, event: Event) -> None:
         """See the protocol."""
@@ -272,10 +280,8 @@ def _clear_last_error() -> None:
     try:
         ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
     except (OSError, AttributeError):
-        try:
+        with suppress(RuntimeError):  # this call reports the old error, and so takes it back
             torch.cuda._sleep(0)
-        except RuntimeError:
-            pass  # that call reported the old error, and so took it back
 
 
 def _relax_capture_mode() -> None:
@@ -283,11 +289,9 @@ def _relax_capture_mode() -> None:
 
     Source: CUDA driver API, ``cuThreadExchangeStreamCaptureMode``. The mode belongs to the thread.
     """
-    try:
+    with suppress(OSError, AttributeError):  # another platform: captures there are the user's to keep apart
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    except (OSError, AttributeError):
-        pass  # another platform: captures there are the user's to keep apart
 
 
 def cupy_status() -> str:
@@ -302,7 +306,7 @@ _cupy_problem = ""
 
 def _load_cupy(*, quiet: bool = False) -> Any:
     """CuPy, imported late and after torch; None with one warning where it does not fit."""
-    global _cupy_module, _cupy_problem
+    global _cupy_module, _cupy_problem  # noqa: PLW0603 - one import per process, remembered with its outcome
     if _cupy_module is not None or _cupy_problem:
         return _cupy_module
     cuda = torch.version.cuda or "?"
@@ -315,7 +319,7 @@ def _load_cupy(*, quiet: bool = False) -> Any:
         cupy.cuda.runtime.getDeviceCount()
     except ModuleNotFoundError:
         _cupy_problem = f"no CuPy: torch's calls are used, which cost more; for speed install {wheel}"
-    except Exception as error:  # CuPy raises its own types when its libraries do not fit the driver
+    except Exception as error:  # noqa: BLE001 - CuPy raises its own types when its libraries do not fit the driver
         _cupy_problem = (
             f"CuPy does not work here ({type(error).__name__}: {error}); torch {torch.__version__} is built for "
             f"CUDA {cuda}: install {wheel}. Going on with torch's own calls"

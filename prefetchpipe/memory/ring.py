@@ -32,7 +32,7 @@ class Slot:
         self.block: HostBlock | None = None
         self.event = event
         self.used = False
-        self._views: dict[int, tuple[Layout, list[torch.Tensor]]] = {}
+        self._views: dict[int, tuple[Layout, list[torch.Tensor], list[torch.Tensor]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -45,15 +45,17 @@ class Slot:
         assert self.block is not None
         return self.block.tensor
 
-    def views(self, layout: Layout) -> list[torch.Tensor]:
-        """Where the spans of ``layout`` are packed; made once per layout."""
+    def views(self, layout: Layout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where the spans of ``layout`` are packed, and where its blocks are copied from; made once per layout."""
         found = self._views.get(id(layout))
         if found is None:
             if len(self._views) >= self._VIEWS:
                 self._views.clear()
-            # The layout is kept beside its views, so that its id cannot pass to another one.
-            found = self._views[id(layout)] = (layout, layout.slot_views(self.tensor))
-        return found[1]
+            with torch.inference_mode(False):  # a later pass may pack into them outside inference mode
+                blocks = [self.tensor[b.slot_offset : b.slot_offset + b.nbytes] for b in layout.blocks]
+                # The layout is kept beside its views, so that its id cannot pass to another one.
+                found = self._views[id(layout)] = (layout, layout.slot_views(self.tensor), blocks)
+        return found[1], found[2]
 
     def replace(self, block: HostBlock | None) -> HostBlock | None:
         """Swap the memory; views into the old one are dropped first."""
@@ -81,6 +83,11 @@ class SlotRing:
         self._refused: int | None = None  # a batch of this many bytes was refused: do not ask at every batch
         self._poison = poison
         self._warned = False
+
+    def would_wait(self) -> bool:
+        """Whether the oldest slot is still being copied from: the device is behind by a whole ring."""
+        slot = self._slots[0] if self._slots else None
+        return slot is not None and slot.used and not self._device.query(slot.event)
 
     def acquire(self, nbytes: int) -> Slot | None:
         """The oldest slot, free and at least ``nbytes`` large; blocks until its copy has passed.
@@ -120,14 +127,14 @@ class SlotRing:
             self._slots.remove(slot)
             left = len(self._slots)
             rest = f"a ring of at most {left}" if left else "copies from pageable memory, which are slower"
-            self._warn(f"page-locked memory for a batch of {nbytes} bytes was refused ({refused}); going on with {rest}")
+            self._warn(f"{refused}; the batch has {nbytes} bytes; going on with {rest}")
             return False
         return True
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(text, PrefetchWarning, stacklevel=2)
+            warnings.warn(f"page-locked memory was refused: {reason}", PrefetchWarning, stacklevel=2)
 
     def close(self) -> None:
         """Wait for the copies under way, then give all memory back (slots outlive every copy, contract 6)."""

@@ -18,6 +18,7 @@ from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import usable_cores
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.randomness import global_random_state
+from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
 from prefetchpipe.pipeline.transfer import Ticket, Transfer
 
@@ -57,6 +58,7 @@ class Producer:
         self._source = source
         self._options = shared.options
         self._device = shared.device
+        self._copy_stream = shared.device.copy_stream
         self._transfer: Transfer = shared.lease_transfer()
         self._modes = ThreadState()
         self._reusable = not torchloader.gives_up_memory(shared.loader)
@@ -78,6 +80,7 @@ class Producer:
         self._fetch = self._options.fetch
         self._watched = 0
         self._drew = False
+        self._on_caller_stream = False
         carried = shared.take_carried() if self._one_shot else []
         for ticket in carried:
             self._ready.put(ticket)
@@ -99,7 +102,7 @@ class Producer:
 
     def mark_done(self, stream: Stream) -> Event:
         """An event at the tail of the consumer's stream: past it, everything about earlier batches is."""
-        if not self._device.staged:
+        if not self._device.staged or self._on_caller_stream:
             return None
         event = self._done_events.pop() if self._done_events else self._device.new_event()
         self._device.record(event, stream)
@@ -155,6 +158,10 @@ class Producer:
         if credit is _STOP:
             raise self._closed()
         behind = self._wait_until_done(credit)
+        if self._on_caller_stream and self._transfer.is_behind():
+            self._credits.put(credit)
+            self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
+            return self.take(stream)
         watching = self._fetch == "auto" and self._watched < _WATCHED_BATCHES
         before = global_random_state(self._device) if watching else None
         started = perf_counter()
@@ -190,6 +197,7 @@ class Producer:
         elif behind:
             self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
         else:
+            self._on_caller_stream = self._transfer.is_simple
             self._shared.note_path("caller", f"batches are tiny ({seconds * 1e6:.0f} us): a hand-off would cost more")
 
     def _wait_until_done(self, done: Event) -> bool:
@@ -205,6 +213,7 @@ class Producer:
     # The producer's side
 
     def _start(self, reason: str) -> None:
+        self._on_caller_stream = False
         thread = threading.Thread(
             target=self._modes.run, args=(self._run,), name=f"prefetchpipe-producer-{next(_numbers)}", daemon=True
         )
@@ -219,9 +228,12 @@ class Producer:
         self._shared.note_path("thread", reason)
 
     def _run(self) -> None:
+        packers: Packers | None = None
         try:
             self._device.bind_thread()
-            limit_packing_threads(self._options.copy_threads or usable_cores())
+            threads = self._options.copy_threads or usable_cores()
+            limit_packing_threads(threads)
+            self._transfer.packers = packers = Packers(threads // 2, f"{threading.current_thread().name}-packing")
             while not self._stopping:
                 credit = self._credits.get()
                 if credit is _STOP:
@@ -239,6 +251,9 @@ class Producer:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it (contract 7)
             self._ready.put(_failed(error))
         finally:
+            self._transfer.packers = None
+            if packers is not None:
+                packers.close()
             if self._stopping:
                 self._release()
 
@@ -255,23 +270,29 @@ class Producer:
                     ticket.state = self._shared.capture_state(self)
                     return ticket
                 state = self._shared.capture_state(self)
-            self._shared.counters.fetch_seconds += perf_counter() - started
+            fetched = perf_counter()
             ticket = self._send(batch, stream)
+            counters = self._shared.counters
+            counters.fetch_seconds += fetched - started
+            counters.send_seconds += perf_counter() - fetched
             ticket.state = state
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
-            return _failed(error)
+            return _failed(torchloader.error_of(self._source, error))
         return ticket
 
     def _source_lock(self) -> AbstractContextManager[Any]:
         return self._shared.one_shot_lock if self._one_shot else nullcontext()
 
     def _send(self, batch: Any, stream: Stream) -> Ticket:
+        transfer, modes, reusable = self._transfer, self._modes, self._reusable
         while True:
             try:
                 if self._thread is not None:
-                    return self._transfer.send(batch, self._modes, None, reusable_source=self._reusable)
+                    return transfer.send(batch, modes, self._copy_stream, caller=None, reusable_source=reusable)
+                if self._on_caller_stream:
+                    return transfer.send(batch, modes, stream, caller=None, reusable_source=reusable)
                 with self._device.on_copy_stream():
-                    return self._transfer.send(batch, self._modes, stream, reusable_source=self._reusable)
+                    return transfer.send(batch, modes, self._copy_stream, caller=stream, reusable_source=reusable)
             except torch.OutOfMemoryError:
                 if self._thread is None or not self._wait_for_memory():
                     raise
@@ -340,7 +361,9 @@ class Producer:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             source = self._source
-            if source is not None:
+            if torchloader.has_dead_worker(source):
+                torchloader.shut_down(source, self._shared.loader)
+            elif source is not None:
                 torchloader.wake(source)
             thread.join(seconds)
             if thread.is_alive():

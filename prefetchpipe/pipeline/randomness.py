@@ -1,4 +1,4 @@
-"""Seen or not: does the loader draw from this process's global generators? (contract 10)"""
+"""Whether the loader draws from this process's global generators (contract 10)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def global_random_state(device: Device) -> tuple[object, ...]:
 
     Costs some 40 microseconds, so it is taken for the first batches of a pass only.
     """
-    numpy_state = np.random.get_state(legacy=False)
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - it is the global generator that matters
     key = numpy_state["state"]
     return (
         torch.default_generator.get_state().numpy().tobytes(),

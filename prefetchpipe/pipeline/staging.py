@@ -2,60 +2,142 @@
 
 from __future__ import annotations
 
+import threading
+from _queue import SimpleQueue  # the C class itself
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from prefetchpipe.batch.layout import Layout
-from prefetchpipe.device.base import Device
+from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.memory.ring import Slot
+from prefetchpipe.pipeline.threadstate import limit_packing_threads
 
-__all__ = ["CHUNK_BYTES", "stage"]
+__all__ = ["Packers", "stage"]
 
-CHUNK_BYTES = 64 << 20
-"""A leaf beyond this is packed and copied in pieces, so that its copy starts before its packing has ended."""
+_PIECE_BYTES = 64 << 20
+"""A leaf beyond this is packed and copied in pieces, so that its copy starts before its packing has ended. Smaller
+pieces cost more than they gain: each is a parallel region of its own (docs/performance.md)."""
+
+_MANY_SPANS = 8
+_MANY_BYTES = 1 << 20
+_MAX_PACKERS = 4
 
 
 def stage(
-    device: Device, layout: Layout, slot: Slot, leaves: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]
+    device: Device,
+    layout: Layout,
+    slot: Slot,
+    *,
+    leaves: Sequence[torch.Tensor],
+    memory: Sequence[torch.Tensor],
+    stream: Stream,
+    packers: Packers | None = None,
 ) -> None:
-    """Pack ``leaves`` into ``slot`` and launch the copies to ``blocks``, on the copy stream.
+    """Pack ``leaves`` into ``slot`` and launch the copies to ``memory`` on ``stream``.
 
     Runs on the thread that sends; the GIL is free while bytes move. All bytes have left ``leaves`` when it returns
     (contract 5).
     """
-    views = slot.views(layout)
+    views, pieces = slot.views(layout)
     sources = layout.sources(leaves)
-    if layout.nbytes <= CHUNK_BYTES:
+    if packers is not None and len(sources) >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
+        packers.pack(views, sources)
+    elif layout.nbytes <= _PIECE_BYTES:
         torch._foreach_copy_(views, sources)
-        for block, memory in zip(layout.blocks, blocks, strict=True):
-            device.copy(memory, slot.tensor[block.slot_offset : block.slot_offset + block.nbytes])
+    else:
+        _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream)
         return
-    small_views: list[torch.Tensor] = []
-    small_sources: list[torch.Tensor] = []
-    for span, view, source in zip(layout.spans, views, sources, strict=True):
-        if span.block == layout.slab:
-            small_views.append(view)
-            small_sources.append(source)
-            continue
-        if span.nbytes > CHUNK_BYTES and source.is_contiguous():
-            _stage_in_pieces(device, slot, span.slot_offset, source, blocks[span.block])
-            continue
-        view.copy_(source)
-        device.copy(blocks[span.block], slot.tensor[span.slot_offset : span.slot_offset + span.nbytes])
-    if small_views:
-        torch._foreach_copy_(small_views, small_sources)
-        block = layout.blocks[layout.slab]
-        device.copy(blocks[layout.slab], slot.tensor[block.slot_offset : block.slot_offset + block.nbytes])
+    for target, piece in zip(memory, pieces, strict=True):
+        device.copy(target, piece, stream)
 
 
-def _stage_in_pieces(
-    device: Device, slot: Slot, slot_offset: int, source: torch.Tensor, memory: torch.Tensor
+def _stage_large(
+    device: Device,
+    layout: Layout,
+    views: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    *,
+    memory: Sequence[torch.Tensor],
+    pieces: list[torch.Tensor],
+    stream: Stream,
 ) -> None:
-    flat = source.view(-1).view(torch.uint8)
-    nbytes = flat.numel()
-    for start in range(0, nbytes, CHUNK_BYTES):
-        end = min(start + CHUNK_BYTES, nbytes)
-        piece = slot.tensor[slot_offset + start : slot_offset + end]
-        piece.copy_(flat[start:end])
-        device.copy(memory[start:end], piece)
+    """Each leaf with memory of its own is on the wire while the next one is packed."""
+    rest: list[int] = []
+    for number, span in enumerate(layout.spans):
+        if span.block == layout.slab:
+            rest.append(number)
+            continue
+        target, piece, source = memory[span.block], pieces[span.block], sources[number]
+        if span.nbytes <= _PIECE_BYTES or not source.is_contiguous():
+            views[number].copy_(source)
+            device.copy(target, piece, stream)
+            continue
+        flat = source.view(-1).view(torch.uint8)
+        to = torch.empty(0, dtype=torch.uint8, device=target.device).set_(
+            target.untyped_storage(), target.storage_offset() * target.dtype.itemsize, (span.nbytes,), (1,)
+        )
+        for start in range(0, span.nbytes, _PIECE_BYTES):
+            end = min(start + _PIECE_BYTES, span.nbytes)
+            piece[start:end].copy_(flat[start:end])
+            device.copy(to[start:end], piece[start:end], stream)
+    if rest:
+        torch._foreach_copy_([views[i] for i in rest], [sources[i] for i in rest])
+        device.copy(memory[layout.slab], pieces[layout.slab], stream)
+
+
+class Packers:
+    """A few threads for batches of many small leaves, which torch's own threading packs one after the other.
+
+    Belongs to one producer thread, which packs a share itself. The GIL is taken once a share, not once a leaf.
+
+    Args:
+        threads: Threads that pack, the calling one included.
+        name: Prefix of the thread names.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._count = max(1, min(threads, _MAX_PACKERS))
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self._work: SimpleQueue[Any] = SimpleQueue()
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def pack(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """``view.copy_(source)`` for all; returns when all bytes have moved."""
+        while len(self._threads) < self._count - 1:
+            thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        count = self._count
+        for share in range(1, count):
+            self._work.put((views[share::count], sources[share::count]))
+        error: BaseException | None = None
+        try:
+            torch._foreach_copy_(views[::count], sources[::count])
+        except BaseException as caught:  # noqa: BLE001 - the others must be waited for first: they write the slot
+            error = caught
+        for _ in range(1, count):
+            error = self._done.get() or error
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        limit_packing_threads(1)
+        while (share := self._work.get()) is not None:
+            try:
+                with torch.no_grad():
+                    torch._foreach_copy_(*share)
+                self._done.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised again where the batch is sent
+                self._done.put(error)
+            del share
+
+    def close(self) -> None:
+        """End the threads."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -71,7 +71,5 @@ def limit_packing_threads(count: int) -> None:
     nthreads-var internal control variable), and torch asks OpenMP.
     """
     torch.get_num_threads()  # torch initialises a thread's number at first use, and would overwrite ours later
-    try:
+    with suppress(OSError, AttributeError):  # a torch without OpenMP, or a platform that hides it: torch's number then
         ctypes.CDLL(None).omp_set_num_threads(ctypes.c_int(count))
-    except (OSError, AttributeError):
-        pass  # a torch without OpenMP, or a platform that hides it: torch's own number then

@@ -8,16 +8,20 @@ from __future__ import annotations
 import pickle
 import threading
 import weakref
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 if TYPE_CHECKING:
     from prefetchpipe.pipeline.producer import Producer
 
-__all__ = ["claim", "gives_up_memory", "has_dead_worker", "has_workers", "prepare", "shut_down", "wake"]
+__all__ = ["claim", "error_of", "gives_up_memory", "has_dead_worker", "has_workers", "prepare", "shut_down", "wake"]
 
 _WAKE_SECONDS = 0.5
+_DEATH_SECONDS = 0.5
+_POLL_SECONDS = 0.001
 
 _lock = threading.Lock()  # guards _owners: two threads may start passes over one loader
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Producer]] = weakref.WeakKeyDictionary()
@@ -62,6 +66,26 @@ def has_dead_worker(iterator: Any) -> bool:
     return any(status[i] and not worker.is_alive() for i, worker in enumerate(iterator._workers))
 
 
+def error_of(iterator: Any, error: BaseException) -> BaseException:
+    """What torch would have raised in the main thread for ``error``, met in ours.
+
+    When a worker dies, a thread that is receiving from it sees a broken connection, while torch's child-process
+    handler is about to raise the real reason in the main thread. Asking here gives that reason, once.
+    """
+    if not has_workers(iterator) or not isinstance(error, (OSError, EOFError, RuntimeError)):
+        return error
+    deadline = monotonic() + (_DEATH_SECONDS if isinstance(error, (OSError, EOFError)) else 0.0)
+    while True:
+        try:
+            signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
+        except RuntimeError as reason:
+            reason.__cause__ = error
+            return reason
+        if monotonic() >= deadline:
+            return error
+        sleep(_POLL_SECONDS)  # its pipe breaks a moment before a process can be waited for
+
+
 def wake(iterator: Any) -> None:
     """Bring a thread back that waits inside ``next(iterator)``: up to five seconds otherwise.
 
@@ -90,6 +114,8 @@ def shut_down(iterator: Any, loader: Any) -> None:
     if not has_workers(iterator):
         return
     iterator._shutdown_workers()
+    # A worker that died in the middle of a message leaves a thread of ours waiting for its rest; now it meets the end.
+    iterator._worker_result_queue._writer.close()
     if getattr(loader, "_iterator", None) is iterator:
         loader._iterator = None
 

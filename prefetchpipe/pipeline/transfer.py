@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from prefetchpipe.batch.layout import Layout, LayoutCache, is_packable
+from prefetchpipe.batch.layout import Layout
 from prefetchpipe.batch.move import move
+from prefetchpipe.batch.plan import PlanCache
 from prefetchpipe.batch.tree import WalkCache, find_tensors, flatten, unflatten
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import CorruptBatchError
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.memory.ring import Slot, SlotRing
 from prefetchpipe.options import Options
-from prefetchpipe.pipeline.staging import stage
+from prefetchpipe.pipeline.staging import Packers, stage
 from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.stats import Counters
 
@@ -54,9 +54,13 @@ class Transfer:
 
     Args:
         device: Where batches go.
-        options: Depth, transform, checks.
+        options: Transform, checks.
         memory: Where the slots of the ring come from.
         counters: Bytes are added here.
+
+    Attributes:
+        consumer_stream: The stream on which the consumer last took a batch.
+        packers: Threads for batches of many leaves, where the producer's thread has some.
     """
 
     def __init__(self, device: Device, options: Options, memory: PinnedMemory, counters: Counters) -> None:
@@ -64,20 +68,31 @@ class Transfer:
         self._transform = options.transform
         self._checked = options.checked
         self._counters = counters
-        self._memory = memory
         self._ring = SlotRing(device, memory, _SLOTS, poison=options.checked) if device.staged else None
-        self._layouts = LayoutCache()
+        self._plans = PlanCache(device)
         self._walk = WalkCache()
         self._events: deque[Event] = deque()
         self._held: deque[tuple[Event, Any]] = deque()
         self.consumer_stream: Stream = None
+        self.packers: Packers | None = None
 
-    def send(self, batch: Any, modes: ThreadState, caller: Stream, *, reusable_source: bool) -> Ticket:
-        """Launch everything that brings ``batch`` to the device; the copy stream is current.
+    @property
+    def is_simple(self) -> bool:
+        """Whether a batch may be copied on the consumer's own stream: nothing but the copies is to be done."""
+        return self._transform is None and not self._checked
+
+    def is_behind(self) -> bool:
+        """Whether sending would have to wait for the device."""
+        return self._ring is not None and self._ring.would_wait()
+
+    def send(self, batch: Any, modes: ThreadState, stream: Stream, *, caller: Stream, reusable_source: bool) -> Ticket:
+        """Launch everything that brings ``batch`` to the device.
 
         Args:
             batch: What the loader gave.
             modes: Modes under which the transform runs.
+            stream: Where the copies go, current in this thread: the copy stream; or the consumer's own for a tiny
+                batch, whose copy is then ordered by that stream alone.
             caller: The consumer's stream if the loader just ran on it, else None.
             reusable_source: Whether the loader may write into this batch's memory again.
 
@@ -87,23 +102,21 @@ class Transfer:
         Raises:
             torch.OutOfMemoryError: The device is full; nothing of the batch is kept, it can be sent again.
         """
-        started = perf_counter()
         ticket = Ticket()
         leaves: list[Any] = []
         spec = flatten(batch, leaves, self._walk)
         if leaves:
-            leaves = self._send_leaves(leaves, ticket, caller, reusable_source=reusable_source)
+            leaves = self._send_leaves(leaves, ticket, stream, caller, reusable_source=reusable_source)
         batch = unflatten(spec, leaves)
         del leaves, spec
         if self._transform is not None:
             batch = self._transformed(batch, modes)
             ticket.uses = self._distinct(find_tensors(batch))
         ticket.batch = batch
-        if self._device.staged and (ticket.uses or self._transform is not None):
+        if stream is self._device.copy_stream and self._device.staged and (ticket.uses or self._transform is not None):
             ticket.ready = self._events.popleft() if self._events else self._device.new_event()
-            self._device.record(ticket.ready, self._device.copy_stream)
+            self._device.record(ticket.ready, stream)
             self._record_uses(ticket, self.consumer_stream)
-        self._counters.send_seconds += perf_counter() - started
         return ticket
 
     def deliver(self, ticket: Ticket, stream: Stream) -> Any:
@@ -114,9 +127,8 @@ class Transfer:
                 self._record_uses(ticket, stream)
             if ticket.check is not None:
                 self._device.synchronize(ticket.ready)
-                _verify(ticket.check)
             self._events.append(ticket.ready)
-        elif ticket.check is not None:
+        if ticket.check is not None:
             _verify(ticket.check)
         ticket.uses = ()
         batch, ticket.batch = ticket.batch, None
@@ -125,8 +137,8 @@ class Transfer:
     def _record_uses(self, ticket: Ticket, stream: Stream) -> None:
         """Contract 4: the memory is not recycled while ``stream`` may still read it.
 
-        Done when sending, for the stream that the consumer used last: 9 microseconds an allocation that its thread
-        does not spend. Delivery to another stream does it again.
+        Done when sending, for the stream that the consumer used last: up to 9 microseconds an allocation that its
+        thread does not spend. Delivery to another stream does it again.
         """
         if stream is not None:
             for tensor in ticket.uses:
@@ -137,107 +149,97 @@ class Transfer:
         """Wait for the copies under way and give the pinned memory back."""
         while self._held:
             event, _ = self._held.popleft()
-            self._device.synchronize(event)
+            self._device.synchronize(event)  # contract 6: a pinned source outlives the copy out of it
         if self._ring is not None:
             self._ring.close()
 
     # One batch
 
-    def _send_leaves(self, leaves: list[Any], ticket: Ticket, caller: Stream, *, reusable_source: bool) -> list[Any]:
+    def _send_leaves(
+        self, leaves: list[Any], ticket: Ticket, stream: Stream, caller: Stream, *, reusable_source: bool
+    ) -> list[Any]:
         device = self._device
+        plan = self._plans.get(leaves)
         out: list[Any] = list(leaves)
-        packed: list[int] = []
         uses: list[torch.Tensor] = []
-        pinned: list[int] = []
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and device.is_resident(leaf):
-                self._order_after(caller)
-                uses.append(leaf)
-            elif not is_packable(leaf):
-                out[i] = move(leaf, device.torch_device)
-                uses.extend(find_tensors(out[i]))
-            elif device.is_pinned(leaf) and _is_dense(leaf):
-                pinned.append(i)
+        if plan.layout is not None:
+            packed = [leaves[i] for i in plan.packed]
+            arrived, memory = plan.layout.allocate(device.empty, device.alloc)
+            if self._ring is None:
+                torch._foreach_copy_(arrived, packed)
             else:
-                packed.append(i)
-        if packed:
-            self._send_packed([leaves[i] for i in packed], packed, out, uses)
-        if pinned:
-            self._send_pinned([leaves[i] for i in pinned], pinned, out, uses, reusable_source=reusable_source)
+                self._stage(plan.layout, packed, memory, stream)
+                uses += memory
+            self._counters.copied_bytes += plan.layout.nbytes
+            for i, tensor in zip(plan.packed, arrived, strict=True):
+                out[i] = tensor
+        if plan.pinned:
+            self._send_pinned(plan.pinned, leaves, out, uses, stream, reusable_source=reusable_source)
+        for i in plan.moved:
+            out[i] = move(leaves[i], device.torch_device)
+            uses += self._distinct(find_tensors(out[i]))
+        if plan.resident:
+            uses += (leaves[i] for i in plan.resident)
+            self._order_after(caller)
         if self._checked:
-            self._remember(ticket, leaves, out, packed + pinned)
+            self._remember(ticket, leaves, out, plan.packed + plan.pinned)
         ticket.uses = uses
         return out
 
-    def _send_packed(self, leaves: list[torch.Tensor], where: list[int], out: list[Any], uses: list[torch.Tensor]) -> None:
-        device = self._device
-        layout = self._layouts.get(leaves)
-        blocks = [device.alloc(block.nbytes) for block in layout.blocks]
-        arrived = layout.unpack(blocks)
-        if self._ring is None:
-            torch._foreach_copy_(arrived, leaves)
-        else:
-            self._stage(layout, leaves, blocks)
-            uses.extend(blocks)
-        self._counters.copied_bytes += layout.nbytes
-        for i, tensor in zip(where, arrived, strict=True):
-            out[i] = tensor
-
-    def _stage(self, layout: Layout, leaves: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
+    def _stage(self, layout: Layout, leaves: list[torch.Tensor], memory: list[torch.Tensor], stream: Stream) -> None:
         assert self._ring is not None
         slot = self._ring.acquire(layout.nbytes)
         if slot is None:
-            self._stage_pageable(layout, leaves, blocks)
+            self._stage_pageable(layout, leaves, memory, stream)
             return
         try:
-            stage(self._device, layout, slot, leaves, blocks)
+            stage(self._device, layout, slot, leaves=leaves, memory=memory, stream=stream, packers=self.packers)
         finally:
             # Contract 6: the slot is free when this event has passed, also after a copy that failed half-way.
-            self._device.record(slot.event, self._device.copy_stream)
+            self._device.record(slot.event, stream)
         self._counters.staged_bytes += layout.nbytes
 
-    def _stage_pageable(self, layout: Layout, leaves: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
-        event = self._device.new_event()
-        slot = Slot(event)
+    def _stage_pageable(
+        self, layout: Layout, leaves: list[torch.Tensor], memory: list[torch.Tensor], stream: Stream
+    ) -> None:
+        slot = Slot(self._device.new_event())
         slot.replace(_PageableBlock(layout.nbytes))
-        stage(self._device, layout, slot, leaves, blocks)
-        self._device.record(event, self._device.copy_stream)
-        # The temporary memory goes when this returns; a thread that waits here is still better than a lost batch.
-        self._device.synchronize(event)
+        try:
+            stage(self._device, layout, slot, leaves=leaves, memory=memory, stream=stream)
+        finally:
+            self._device.record(slot.event, stream)
+            self._device.synchronize(slot.event)  # contract 6: this memory goes when the function returns
         self._counters.pageable_bytes += layout.nbytes
 
     def _send_pinned(
         self,
-        leaves: list[torch.Tensor],
-        where: list[int],
+        which: list[int],
+        leaves: list[Any],
         out: list[Any],
         uses: list[torch.Tensor],
+        stream: Stream,
         *,
         reusable_source: bool,
     ) -> None:
         device = self._device
-        for i, leaf in zip(where, leaves, strict=True):
+        for i in which:
+            leaf = leaves[i]
             nbytes = leaf.numel() * leaf.dtype.itemsize
-            block = device.alloc(nbytes)
             flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-            start = leaf.storage_offset() * leaf.dtype.itemsize
-            flat.set_(leaf.untyped_storage(), start, (nbytes,), (1,))
-            device.copy(block, flat)
-            piece = torch.empty(0, dtype=leaf.dtype, device=block.device)
-            out[i] = piece.set_(block.untyped_storage(), 0, leaf.shape, leaf.stride())
-            uses.append(block)
+            flat.set_(leaf.untyped_storage(), leaf.storage_offset() * leaf.dtype.itemsize, (nbytes,), (1,))
+            out[i] = device.empty(leaf.shape, leaf.stride(), leaf.dtype)
+            device.copy(out[i], flat, stream)
+            uses.append(out[i])
             self._counters.copied_bytes += nbytes
             self._counters.direct_bytes += nbytes
         event = device.new_event()
-        device.record(event, device.copy_stream)
+        device.record(event, stream)
         if reusable_source:
             device.synchronize(event)  # contract 5: the loader may fill this memory again at its next batch
             return
-        self._held.append((event, leaves))  # contract 6: the source outlives the copy out of it
-        while device.query(self._held[0][0]):
+        self._held.append((event, [leaves[i] for i in which]))  # contract 6: the source outlives the copy out of it
+        while len(self._held) > 1 and device.query(self._held[0][0]):
             self._held.popleft()
-            if not self._held:
-                break
 
     def _order_after(self, caller: Stream) -> None:
         """A leaf that the loader made on the consumer's stream: the transform must not read it earlier."""
@@ -260,13 +262,10 @@ class Transfer:
 
     def _distinct(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One tensor per allocation on the device."""
-        device = self._device
         found: dict[int, torch.Tensor] = {}
         for tensor in tensors:
-            if device.is_resident(tensor) and tensor.layout is torch.strided:
+            if self._device.is_resident(tensor):
                 found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-            elif device.is_resident(tensor):
-                found[-id(tensor)] = tensor
         return list(found.values())
 
     def _remember(self, ticket: Ticket, leaves: list[Any], out: list[Any], which: list[int]) -> None:
@@ -292,27 +291,14 @@ class _PageableBlock:
         """Goes with its last reference."""
 
 
-def _is_dense(leaf: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in any order of dimensions."""
-    if leaf.is_contiguous():
-        return leaf.numel() > 0
-    if leaf.numel() == 0 or leaf.storage_offset() < 0:
-        return False
-    step = 1
-    for size, stride in sorted(zip(leaf.shape, leaf.stride(), strict=True), key=lambda pair: pair[1]):
-        if size == 1:
-            continue
-        if stride != step:
-            return False
-        step *= size
-    return True
-
-
 def _verify(check: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for number, (arrived, sent) in enumerate(check):
         here = arrived.cpu()
-        same = here.dtype == sent.dtype and here.shape == sent.shape
-        if not same or here.contiguous().view(-1).view(torch.uint8).ne(sent.contiguous().view(-1).view(torch.uint8)).any():
+        if here.dtype != sent.dtype or here.shape != sent.shape or not torch.equal(_bytes_of(here), _bytes_of(sent)):
             raise CorruptBatchError(
-                f"leaf {number} ({sent.dtype}, shape {tuple(sent.shape)}) differs on the device from what the loader gave"
+                f"leaf {number} ({sent.dtype}, shape {tuple(sent.shape)}) is not on the device what the loader gave"
             )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

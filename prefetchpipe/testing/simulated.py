@@ -75,7 +75,7 @@ class _HostBlock:
 
     def free(self) -> None:
         """Poison: a copy that is still under way carries it to the device."""
-        self._device._free_host(self)
+        self._device._free_host(self)  # noqa: SLF001 - the other half of this class
 
 
 class SimulatedDevice:
@@ -108,6 +108,7 @@ class SimulatedDevice:
 
     torch_device = torch.device("cpu")
     staged = True
+    host_memory = True
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class SimulatedDevice:
         self._pinned_limit = pinned_limit
         self._lock = threading.RLock()  # guards all state: the producer, the consumer and finalizers call in
         self._current = threading.local()
-        self._pending: list[tuple[float, int, Callable[[], None]]] = []
+        self._pending: list[tuple[float, int, Callable[[], object]]] = []
         self._order = 0
         self._free: list[_Block] = []
         self._waiting: list[tuple[_Block, float]] = []
@@ -258,7 +259,13 @@ class SimulatedDevice:
                 self.allocated_bytes += nbytes
             return self._lease(block)
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def empty(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As :meth:`alloc`."""
+        nbytes = shape.numel() * dtype.itemsize
+        view = torch.empty(0, dtype=dtype, device="cpu")
+        return view.set_(self.alloc(nbytes).untyped_storage(), 0, shape, stride)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
         """Launch a copy; it reads ``src`` when it completes."""
         target, source, nbytes = dst.data_ptr(), src.data_ptr(), src.numel()
         block = self._block_of(dst)
@@ -269,7 +276,7 @@ class SimulatedDevice:
             memory.clear()
 
         self.copies += 1
-        self._enqueue(self.copy_stream, nbytes / self._bandwidth, run)
+        self._enqueue(stream, nbytes / self._bandwidth, run)
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queued on the current stream: takes effect late, as on a GPU."""
@@ -353,7 +360,8 @@ class SimulatedDevice:
                 assert block.owner is not None
                 self._order += 1
                 at = max(block.owner.tail, self.now)
-                heapq.heappush(self._pending, (at, self._order, partial(_fill, block)))
+                poison: Callable[[], object] = partial(_fill, block)
+                heapq.heappush(self._pending, (at, self._order, poison))
                 self._free.append(block)
         for entry in [e for e in self._waiting if e[1] <= self.now]:
             self._waiting.remove(entry)

@@ -67,6 +67,7 @@ def test_c14_m1_one_byte_more_than_a_power_of_two(fetch: str) -> None:
     nbytes = 64 * MIB + 1
     source = Source(lambda index: torch.full((nbytes,), index, dtype=torch.uint8), 6)
     prefetcher = GPUPrefetcher(source, "cuda", depth=2, fetch=fetch)
+    assert [int(b.max()) + int(b.min()) for b in GPUPrefetcher([torch.ones(9, dtype=torch.uint8)], "cuda")] == [2]
     process = psutil.Process()
     before = process.memory_info().rss
     for index, batch in enumerate(prefetcher):
