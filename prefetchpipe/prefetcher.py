@@ -47,6 +47,7 @@ class Shared:
         self.counters = Counters(options.depth)
         self.memory = PinnedMemory(device, options.max_pinned_bytes)
         self.one_shot_lock = threading.RLock()  # two passes over one iterator: Python lets one call at a time
+        self.depth_warned = False
         self.newest: weakref.ref[Producer] | None = None
         self.state: Any = None
         self.has_state = callable(getattr(loader, "state_dict", None))

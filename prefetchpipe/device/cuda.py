@@ -88,11 +88,19 @@ class CudaDevice:
         self._runtime = None if cupy is None else cupy.cuda.runtime
         torch.cuda.init()
         self._several = torch.cuda.device_count() > 1
-        self.copy_stream = _Stream(torch.cuda.Stream(device=self.torch_device))
+        self.copy_stream = _Stream(self._new_stream())
         self._streams: dict[int, _Stream] = {self.copy_stream.raw: self.copy_stream}
 
     def __repr__(self) -> str:
         return str(self.torch_device)
+
+    def _new_stream(self) -> torch.cuda.Stream:
+        """A stream that nobody else has: torch hands out its 32 pool streams again and again, also for captures."""
+        if self._cupy is None:
+            return torch.cuda.Stream(device=self.torch_device, priority=-1)
+        with torch.cuda.device(self.torch_device):
+            self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
+        return torch.cuda.ExternalStream(self._own_stream.ptr, device=self.torch_device)
 
     # Threads and streams
 

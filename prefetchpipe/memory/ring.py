@@ -101,7 +101,7 @@ class SlotRing:
             slot = self._slots[0]
             if slot.used:
                 self._wait(slot)
-            if slot.nbytes >= nbytes or self._grow(slot, nbytes):
+            if (slot.block is not None and slot.nbytes >= nbytes) or self._grow(slot, nbytes):
                 self._slots.rotate(-1)
                 slot.used = True
                 return slot

@@ -75,7 +75,6 @@ class Producer:
         self._stopping = False
         self._lock = threading.Lock()  # guards the end of the pass: consumer, closer and thread may meet there
         self._released = False
-        self._depth_warned = False
         self.why_closed = ""
         self._fetch = self._options.fetch
         self._watched = 0
@@ -311,8 +310,8 @@ class Producer:
                 self._wait_until_done(credit)
                 self._credit_count -= 1
                 self._shared.counters.depth = self._credit_count
-                if not self._depth_warned:
-                    self._depth_warned = True
+                if not self._shared.depth_warned:
+                    self._shared.depth_warned = True
                     warnings.warn(
                         f"device memory is full: prefetching goes on with less than depth={self._options.depth}",
                         PrefetchWarning,
@@ -333,15 +332,22 @@ class Producer:
 
     def finish(self) -> None:
         """The last ticket was taken: give everything back."""
+        if self._stopping:
+            return  # whoever stops the pass does it, or the thread when the loader comes back
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()  # it has put its last ticket and does nothing but return
         self._release()
+        end = Ticket()
+        end.final = True
+        self._ready.put(end)  # for another thread that waits at this iterator
 
     def fail(self) -> None:
         """The pass ended with an error."""
         source = self._source
         self.finish()
+        if source is None:
+            return
         if torchloader.has_workers(source) and (
             torchloader.has_dead_worker(source) or not getattr(source, "_persistent_workers", False)
         ):
@@ -356,8 +362,10 @@ class Producer:
         if os.getpid() != self._pid:
             return True  # a forked child holds a copy of this object, not of the thread or the device
         self.why_closed = self.why_closed or why
-        self._stopping = True
-        self._credits.put(_STOP)
+        if not self._stopping:
+            self._stopping = True
+            self._credits.put(_STOP)
+            self._ready.put(_failed(self._closed()))  # a consumer that waits in another thread
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             source = self._source
@@ -383,13 +391,15 @@ class Producer:
             source, self._source = self._source, None
         left = []
         while not self._ready.empty():
-            left.append(self._ready.get())
+            ticket = self._ready.get()
+            if not isinstance(ticket.error, IteratorClosedError):
+                left.append(ticket)
+            del ticket
         if self._one_shot:
             self._shared.carry(left)
         left.clear()
         if self._stopping:
-            closed = _failed(self._closed())
-            self._ready.put(closed)  # a consumer that waits in another thread
+            self._ready.put(_failed(self._closed()))  # the consumer may be about to wait
         if torchloader.has_dead_worker(source):
             torchloader.shut_down(source, self._shared.loader)
         del source

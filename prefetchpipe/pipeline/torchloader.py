@@ -62,8 +62,9 @@ def has_dead_worker(iterator: Any) -> bool:
     """Whether a worker process behind ``iterator`` has gone although more was to come."""
     if not has_workers(iterator) or iterator._shutdown:
         return False
-    status = iterator._workers_status
-    return any(status[i] and not worker.is_alive() for i, worker in enumerate(iterator._workers))
+    # A worker that persists never ends by itself; another one may, when its share of the data set is through.
+    expected = [iterator._persistent_workers or status for status in iterator._workers_status]
+    return any(due and not worker.is_alive() for due, worker in zip(expected, iterator._workers, strict=True))
 
 
 def error_of(iterator: Any, error: BaseException) -> BaseException:
@@ -98,13 +99,13 @@ def wake(iterator: Any) -> None:
     try:
         if hasattr(iterator, "_pin_memory_thread"):
             queue.put(message)
-        elif queue._wlock is None or queue._wlock.acquire(timeout=_WAKE_SECONDS):
+        elif queue._wlock is not None and queue._wlock.acquire(timeout=_WAKE_SECONDS):
             # Past Queue.put, which would start a feeder thread that outlives the pass.
             try:
-                queue._writer.send_bytes(pickle.dumps(message))
+                if queue._sem.acquire(block=False):
+                    queue._writer.send_bytes(pickle.dumps(message))
             finally:
-                if queue._wlock is not None:
-                    queue._wlock.release()
+                queue._wlock.release()
     except (OSError, ValueError, AttributeError):
         pass  # the queue is closed already: nobody waits there
 

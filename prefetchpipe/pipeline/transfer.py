@@ -167,7 +167,7 @@ class Transfer:
             arrived, memory = plan.layout.allocate(device.empty, device.alloc)
             if self._ring is None:
                 torch._foreach_copy_(arrived, packed)
-            else:
+            elif plan.layout.nbytes:
                 self._stage(plan.layout, packed, memory, stream)
                 uses += memory
             self._counters.copied_bytes += plan.layout.nbytes

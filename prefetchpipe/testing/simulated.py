@@ -350,6 +350,7 @@ class SimulatedDevice:
 
     def _reclaim(self) -> None:
         """Freed blocks: poisoned in the order of their stream, and ready again once every recorded use has passed."""
+        self._advance(self.now)  # what completes at this very moment still finds its memory
         while self._freed:
             block, until = self._freed.pop()
             self.allocated_bytes -= block.nbytes

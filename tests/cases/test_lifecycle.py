@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import IteratorClosedError
 from tests.support import (
+    THREAD_PREFIX,
     TIMEOUT,
     Finished,
     Source,
@@ -36,6 +37,7 @@ from tests.support import (
     collect,
     frame_names,
     is_simulated,
+    join_ours,
     no_gc,
     our_threads,
     run_script,
@@ -510,6 +512,7 @@ def test_c9_l2_workers_many_times() -> None:
         before.assert_restored()
 
 
+@pytest.mark.slow
 def test_c9_l2_descriptors_and_mappings_are_given_back() -> None:
     """Segments shared with workers are files too."""
     process = psutil.Process()
@@ -579,6 +582,15 @@ def test_c9_collected_in_a_cycle() -> None:
     next(Trainer().iterator)
     Thread(gc.collect).result()
     before.assert_restored()
+
+
+def test_the_check_for_leftover_threads_notices_one() -> None:
+    before, stop = our_threads(), threading.Event()
+    left = threading.Thread(target=stop.wait, name=f"{THREAD_PREFIX}left", daemon=True)
+    left.start()
+    assert join_ours(before, timeout=0.05) == {left}
+    stop.set()
+    assert join_ours(before) == set()
 
 
 # Case L3, interpreter exit and Ctrl-C, each in a process of its own
@@ -800,21 +812,13 @@ class DiesAtThree(Dataset):
 
 
 def fails_within(iterable: Any) -> tuple[list[int], BaseException, float]:
-    """Torch says that a worker has died; or that its socket has, if it was about to take over a tensor of its."""
+    """Torch says that a worker has died; or that its socket has, if it was taking over a tensor at that moment."""
     seen: list[int] = []
     begin = time.monotonic()
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as caught:
         seen.extend(int(batch) for batch in iterable)
     assert type(caught.value) is not RuntimeError or "DataLoader worker" in str(caught.value)
     return seen, caught.value, time.monotonic() - begin
-
-
-def plain_seconds(loader: DataLoader) -> float:
-    _, error, seconds = fails_within(loader)
-    # While it lived, the plain iterator would raise again out of torch's handler for child processes; and one that
-    # the collector finds in a cycle waits five seconds for each of its workers.
-    error.__traceback__ = None
-    return seconds
 
 
 @pytest.mark.slow
@@ -824,17 +828,15 @@ def plain_seconds(loader: DataLoader) -> float:
 def test_c7_l4_dead_worker_is_reported_like_torch_does(
     tmp_path: Path, workers: int, how: str, persistent: bool
 ) -> None:
-    def loader(name: str) -> DataLoader:
-        dataset = DiesAtThree(tmp_path / name, how)
-        return DataLoader(dataset, batch_size=1, num_workers=workers, persistent_workers=persistent)
-
-    allowed = plain_seconds(loader("plain")) + 2.0
-    prefetcher = GPUPrefetcher(loader("ours"), "cpu")
-    seen, error, our_seconds = fails_within(prefetcher)
+    dataset = DiesAtThree(tmp_path / "dead", how)
+    prefetcher = GPUPrefetcher(
+        DataLoader(dataset, batch_size=1, num_workers=workers, persistent_workers=persistent), "cpu"
+    )
+    seen, error, seconds = fails_within(prefetcher)
     assert seen == list(range(len(seen)))
     assert len(seen) <= 3
-    assert our_seconds < allowed
-    # Ours must not, even while its traceback is kept.
+    assert seconds < 3.0  # the plain loader is told by a signal and takes a tenth of a second
+    # The dead pass must not raise again out of torch's handler for child processes, though its traceback is kept.
     assert [int(batch) for batch in prefetcher] == list(range(10))
     del error
     gc.collect()
@@ -1010,6 +1012,7 @@ def test_c9_l6_a_kept_traceback_costs_neither_cpu_nor_more_batches(device: Any, 
         next(error.__traceback__.tb_next.tb_frame.f_locals["iterator"])
 
 
+@pytest.mark.slow
 def test_c9_l6_close_gives_the_memory_of_a_kept_pass_back(device: Any, fetch: str) -> None:
     before = Surroundings(device)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -218,22 +218,24 @@ def test_c15_m3_the_warning_may_be_an_error(fetch: str) -> None:
 # Case M4, device memory is short
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transformed", [False, True], ids=["", "transform"])
 def test_c15_m4_device_memory_for_two_batches_at_depth_four(fetch: str, transformed: bool) -> None:
     """One beside the one in use."""
     device = SimulatedDevice(memory_limit=int(2.5 * 100 * KIB))
+    source = Source(lambda index: filled(100 * KIB, index), 30)
     prefetcher = GPUPrefetcher(
-        Source(lambda index: filled(100 * KIB, index), 30),
-        device,
-        depth=4,
-        fetch=fetch,
-        transform=(lambda batch: {"x": batch}) if transformed else None,
+        source, device, depth=4, fetch=fetch, transform=(lambda batch: {"x": batch}) if transformed else None
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
+        for number in range(2):
             readings = Readings(device, 30)
             for index, batch in enumerate(prefetcher):
+                if fetch == "thread" and index == 0:
+                    # Leave the producer time to run into the limit; nothing tells from outside that it has.
+                    assert source.wait_pulled(30 * number + 3)
+                    source.wait_pulled(1000, timeout=0.2)
                 kernel(device, lambda: None, seconds=0.01)
                 readings.queue(index, batch["x"] if transformed else batch)
             del batch
