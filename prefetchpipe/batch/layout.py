@@ -20,6 +20,8 @@ ALIGNMENT = 64
 OWN_BLOCK_BYTES = 1 << 20
 """Bytes from which a leaf has device memory of its own. The extra copy costs some 4 us to launch, and 20 to run."""
 
+_FEW_LEAVES = 3
+
 _SHARED_SPAN = 2
 """Leaves of one storage are packed as one span if it is at most this many times their own bytes."""
 
@@ -57,7 +59,6 @@ class Leaf:
     stride: tuple[int, ...]
     block: int
     offset: int
-    is_contiguous: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +97,15 @@ class Layout:
         spans: What is packed.
     """
 
-    __slots__ = ("_groups", "_odd", "blocks", "leaves", "nbytes", "slab", "spans")
+    __slots__ = ("_empty", "_runs", "blocks", "leaves", "nbytes", "slab", "spans")
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         spans, inside = _spans(leaves)
         large = [i for i, span in enumerate(spans) if span[1] >= OWN_BLOCK_BYTES]
         small = [i for i, span in enumerate(spans) if span[1] < OWN_BLOCK_BYTES]
-        if len(small) == 1 and spans[small[0]][2] < 0:
-            large, small = large + small, []  # nothing to share a slab with
-        # Leaves of one dtype stand side by side, so that one call unpacks them all.
-        small.sort(key=lambda i: (leaves[spans[i][0]].dtype.itemsize, str(leaves[spans[i][0]].dtype)), reverse=True)
+        if len(small) <= _FEW_LEAVES and all(spans[i][2] < 0 for i in small):
+            large, small = large + small, []  # an allocation and a copy each cost less than cutting up a slab
+        small.sort(key=lambda i: _likeness(leaves[spans[i][0]]))  # like beside like: one call unpacks them all
         blocks: list[Block] = []
         placed: dict[int, Span] = {}
         position = 0
@@ -136,27 +136,22 @@ class Layout:
     def _place(self, tensor: torch.Tensor, span: Span, extra: int) -> Leaf:
         stride = tuple(tensor.stride() if span.storage_offset >= 0 else arriving_stride(tensor))
         offset = span.slot_offset - self.blocks[span.block].slot_offset + extra
-        return Leaf(tensor.dtype, tensor.shape, stride, span.block, offset, stride == _contiguous(tensor.shape))
+        return Leaf(tensor.dtype, tensor.shape, stride, span.block, offset)
 
     def _plan_unpacking(self) -> None:
-        """Runs of contiguous small leaves of one dtype are cut out of the slab by one call each."""
-        order = sorted(
-            (i for i, leaf in enumerate(self.leaves) if leaf.block == self.slab and leaf.is_contiguous),
-            key=lambda i: self.leaves[i].offset,
-        )
-        runs: list[list[int]] = []
-        end = -1
+        """Leaves that are alike and evenly spaced in their block are cut out of it by one call."""
+        alone = {block.leaf for block in self.blocks}
+        order = sorted((i for i in range(len(self.leaves)) if i not in alone), key=self._place_of)
+        runs: list[_Run] = []
         for i in order:
             leaf = self.leaves[i]
-            if leaf.shape.numel() == 0:
-                continue
-            if not runs or leaf.dtype != self.leaves[runs[-1][-1]].dtype or leaf.offset < end:
-                runs.append([])
-            runs[-1].append(i)
-            end = leaf.offset + leaf.shape.numel() * leaf.dtype.itemsize
-        self._groups = tuple(_Run([(i, self.leaves[i]) for i in run]) for run in runs)
-        used = {i for run in runs for i in run} | {block.leaf for block in self.blocks}
-        self._odd = tuple(i for i in range(len(self.leaves)) if i not in used)
+            if leaf.shape.numel() and not (runs and runs[-1].takes(i, leaf)):
+                runs.append(_Run(i, leaf))
+        self._runs = tuple(runs)
+        self._empty = tuple(i for i in order if self.leaves[i].shape.numel() == 0)
+
+    def _place_of(self, i: int) -> tuple[int, int]:
+        return self.leaves[i].block, self.leaves[i].offset
 
     def allocate(self, empty: Empty, alloc: Alloc) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Device memory for one batch.
@@ -178,18 +173,19 @@ class Layout:
             else:
                 tensor = alloc(block.nbytes)
             memory.append(tensor)
-        if self.slab >= 0:
+        if self._runs:
+            typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
             with torch._C._AutoDispatchBelowADInplaceOrView():  # noqa: SLF001 - as torch's own C++ does
-                for run in self._groups:
-                    run.cut(memory[self.slab], out)
-        for i in self._odd:
+                for run in self._runs:
+                    key = run.block, run.dtype
+                    flat = typed.get(key)
+                    if flat is None:
+                        whole = memory[run.block]
+                        flat = typed[key] = whole[: len(whole) - len(whole) % run.dtype.itemsize].view(run.dtype)
+                    run.cut(flat, out)
+        for i in self._empty:
             leaf = self.leaves[i]
-            if leaf.shape.numel():
-                storage = memory[leaf.block].untyped_storage()
-                piece = torch.empty(0, dtype=leaf.dtype, device=memory[leaf.block].device)
-                out[i] = piece.set_(storage, leaf.offset // leaf.dtype.itemsize, leaf.shape, leaf.stride)
-            else:
-                out[i] = empty(leaf.shape, leaf.stride, leaf.dtype)
+            out[i] = empty(leaf.shape, leaf.stride, leaf.dtype)
         return out, memory
 
     def slot_views(self, slot: torch.Tensor) -> list[torch.Tensor]:
@@ -211,29 +207,46 @@ class Layout:
 
 
 class _Run:
-    """Contiguous leaves of one dtype, one after the other in the slab; padding between them takes part."""
+    """Leaves of one dtype, shape and stride, evenly spaced in one block."""
 
-    __slots__ = ("_dtype", "_end", "_picks", "_sizes", "_start")
+    __slots__ = ("_indices", "_leaf", "_pitch", "_shape", "_start", "_stride", "block", "dtype")
 
-    def __init__(self, leaves: list[tuple[int, Leaf]]) -> None:
-        self._dtype = leaves[0][1].dtype
-        self._start = position = leaves[0][1].offset
-        self._sizes: list[int] = []
-        self._picks: list[tuple[int, int, torch.Size | None]] = []
-        size = self._dtype.itemsize
-        for i, leaf in leaves:
-            if leaf.offset > position:
-                self._sizes.append((leaf.offset - position) // size)
-            self._picks.append((len(self._sizes), i, leaf.shape if len(leaf.shape) != 1 else None))
-            self._sizes.append(leaf.shape.numel())
-            position = leaf.offset + leaf.shape.numel() * size
-        self._end = position
+    def __init__(self, index: int, leaf: Leaf) -> None:
+        self.block = leaf.block
+        self.dtype = leaf.dtype
+        self._leaf = leaf
+        self._indices = [index]
+        self._pitch = 0  # in elements
+        self._start = leaf.offset // leaf.dtype.itemsize
+        self._shape: tuple[int, ...] = tuple(leaf.shape)
+        self._stride = leaf.stride
 
-    def cut(self, slab: torch.Tensor, out: list[torch.Tensor]) -> None:
-        """Fill in the leaves of this run."""
-        pieces = slab[self._start : self._end].view(self._dtype).split_with_sizes(self._sizes)
-        for number, i, shape in self._picks:
-            out[i] = pieces[number] if shape is None else pieces[number].view(shape)
+    def takes(self, index: int, leaf: Leaf) -> bool:
+        """Add ``leaf`` if it continues this run."""
+        first = self._leaf
+        if (leaf.block, leaf.dtype, leaf.shape, leaf.stride) != (first.block, first.dtype, first.shape, first.stride):
+            return False
+        step = leaf.offset // leaf.dtype.itemsize - self._start - self._pitch * (len(self._indices) - 1)
+        if len(self._indices) > 1 and step != self._pitch:
+            return False
+        self._pitch = step
+        self._indices.append(index)
+        self._shape = (len(self._indices), *first.shape)
+        self._stride = (step, *first.stride)
+        return True
+
+    def cut(self, flat: torch.Tensor, out: list[torch.Tensor]) -> None:
+        """Fill in the leaves of this run, from its block seen as elements."""
+        piece = flat.as_strided(self._shape, self._stride, self._start)
+        if len(self._indices) == 1:
+            out[self._indices[0]] = piece
+            return
+        for i, leaf in zip(self._indices, piece.unbind(0), strict=True):
+            out[i] = leaf
+
+
+def _likeness(tensor: torch.Tensor) -> tuple[int, str, tuple[int, ...], tuple[int, ...]]:
+    return -tensor.dtype.itemsize, str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def arriving_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -246,15 +259,6 @@ def arriving_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _align(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def _bytes_of(leaf: torch.Tensor, span: Span) -> torch.Tensor:

@@ -14,6 +14,10 @@ __all__ = ["Plan", "PlanCache"]
 
 Key = tuple[object, ...]
 
+_PINNED_CHECK = 8
+"""Every so many batches it is asked whether leaves are still pinned, or not. Either answer gives right batches: the
+driver copies pageable memory as well, only slower; and each question costs 2 us."""
+
 
 class Plan:
     """The ways of the leaves of one signature.
@@ -46,19 +50,21 @@ class PlanCache:
         device: Says what is resident and what is pinned.
     """
 
-    __slots__ = ("_device", "_plans")
+    __slots__ = ("_count", "_device", "_plans")
 
     _LIMIT = 128
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._plans: dict[Key, Plan] = {}
+        self._count = 0
 
     def get(self, leaves: Sequence[Any]) -> Plan:
         """The plan for a batch with these leaves."""
         key = self._key(leaves)
         plan = self._plans.get(key)
-        if plan is None or self._pinned_otherwise(plan, leaves):
+        self._count += 1
+        if plan is None or (self._count % _PINNED_CHECK == 0 and self._pinned_otherwise(plan, leaves)):
             if len(self._plans) >= self._LIMIT:
                 self._plans.clear()
             plan = self._plans[key] = self._make(leaves)
@@ -93,7 +99,7 @@ class PlanCache:
         return tuple(parts)
 
     def _pinned_otherwise(self, plan: Plan, leaves: Sequence[Any]) -> bool:
-        """Whether what is pinned has changed; the largest packed leaf stands for all, for a call each costs 2 us."""
+        """Whether what is pinned has changed; the largest packed leaf stands for all."""
         if plan.largest >= 0 and self._device.staged and self._device.is_pinned(leaves[plan.largest]):
             return True
         return any(not self._device.is_pinned(leaves[i]) for i in plan.pinned)

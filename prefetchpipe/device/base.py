@@ -51,6 +51,9 @@ class Device(Protocol):
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """Make them current for a ``with`` block in a thread of the user's, and put everything back."""
 
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """Around our calls in a thread of the user's: legal while another thread captures a graph (contract 13)."""
+
     def current_stream(self) -> Stream:
         """The stream of this device that is current in the calling thread."""
 

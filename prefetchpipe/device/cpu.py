@@ -31,6 +31,10 @@ class CpuDevice:
         """Nothing to make current."""
         return nullcontext()
 
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """The CPU captures nothing."""
+        return nullcontext()
+
     def current_stream(self) -> Stream:
         """The CPU has none."""
         return None

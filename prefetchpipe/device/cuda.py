@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -108,11 +109,15 @@ class CudaDevice:
         """See the protocol; also makes our calls legal beside a graph capture of another thread (contract 13)."""
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self.copy_stream.torch_stream)
-        _relax_capture_mode()
+        _exchange_capture_mode(_CAPTURE_MODE_RELAXED)
 
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """See the protocol."""
         return _OnStream(self.index, self.copy_stream.torch_stream)
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """See the protocol."""
+        return _RelaxedCapture()
 
     def current_stream(self) -> Stream:
         """The torch stream that is current for this device in the calling thread."""
@@ -238,6 +243,18 @@ class _OnStream:
             torch.cuda._maybe_exchange_device(self._device)
 
 
+class _RelaxedCapture:
+    """Our calls stay legal while another thread captures a graph; the user's thread has its own mode back after."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = _exchange_capture_mode(_CAPTURE_MODE_RELAXED)
+
+    def __exit__(self, *_: object) -> None:
+        _exchange_capture_mode(self._mode)
+
+
 class _CupyBlock:
     """``cudaHostAlloc`` through CuPy, past its pool: exact size, and the user's pool stays as it is."""
 
@@ -292,14 +309,30 @@ def _clear_last_error() -> None:
             torch.cuda._sleep(0)
 
 
-def _relax_capture_mode() -> None:
-    """Take this thread out of the rule that a global-mode capture elsewhere forbids event queries and allocations.
+def _find_exchange() -> Callable[[Any], int] | None:
+    try:
+        function: Callable[[Any], int] = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # another platform: captures there are the user's to keep apart
+        return None
+    return function
+
+
+_exchange = _find_exchange()
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Take the calling thread out of the rule that a global-mode capture elsewhere forbids queries and allocations.
 
     Source: CUDA driver API, ``cuThreadExchangeStreamCaptureMode``. The mode belongs to the thread.
+
+    Returns:
+        The mode before, to be put back in a thread of the user's.
     """
-    with suppress(OSError, AttributeError):  # another platform: captures there are the user's to keep apart
-        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if _exchange is None:
+        return mode
+    value = ctypes.c_int(mode)
+    _exchange(ctypes.byref(value))
+    return value.value
 
 
 def cupy_status() -> str:

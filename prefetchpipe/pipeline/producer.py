@@ -31,8 +31,17 @@ LEAVE_SECONDS = 0.5
 """How long leaving a pass waits for a loader that is in the middle of a batch; its thread ends by itself later."""
 
 _WATCHED_BATCHES = 2
-_TINY_SECONDS = 100e-6
-"""Below this a batch costs less in the consumer's thread than a hand-off between threads (docs/performance.md)."""
+_WARM_BATCHES = 4
+"""Batches of a pass before its times count: the first ones allocate."""
+
+_HANDOFF_SECONDS = 30e-6
+_HANDOFF_SHARE = 0.3
+"""What a thread costs: two wake-ups, and that everything it does takes so much longer beside another busy thread
+(docs/performance.md). It gains what the loader, or the loop, does meanwhile."""
+
+_QUICK_FETCH_SECONDS = 100e-6
+_SLOW_FETCH_SECONDS = 1e-3
+_SMOOTHING = 0.25
 
 _numbers = itertools.count(1)
 
@@ -62,6 +71,9 @@ class Producer:
         self._transfer: Transfer = shared.lease_transfer()
         self._modes = ThreadState()
         self._reusable = not torchloader.gives_up_memory(shared.loader)
+        self._number = next(_numbers)
+        threads = self._options.copy_threads or usable_cores()
+        self._transfer.packers = Packers(threads // 2, f"prefetchpipe-packing-{self._number}")
         self._one_shot = source is shared.loader
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -78,7 +90,10 @@ class Producer:
         self.why_closed = ""
         self._fetch = self._options.fetch
         self._watched = 0
-        self._drew = False
+        self._here = 0
+        self._random_state: Any = None
+        self._returned = 0.0
+        self._fetch_seconds = self._send_seconds = self._body_seconds = 0.0
         self._on_caller_stream = False
         carried = shared.take_carried() if self._one_shot else []
         for ticket in carried:
@@ -126,7 +141,8 @@ class Producer:
             if self._fetch == "thread":
                 self._start("fetch='thread' was asked for")
             else:
-                return self._produce_here(stream)
+                with self._device.beside_captures():
+                    return self._produce_here(stream)
             if self._thread is None:
                 return self._produce_here(stream)
         if not self._thread.is_alive() and self._ready.empty():
@@ -151,70 +167,95 @@ class Producer:
 
     def _produce_here(self, stream: Stream) -> Ticket:
         """The short path: no hand-off between threads."""
+        auto = self._fetch == "auto"
+        if auto and self._here:
+            body = perf_counter() - self._returned
+            self._body_seconds += _SMOOTHING * (body - self._body_seconds)
         credit = self._credits.get()
         while credit is _WAITING:
             credit = self._credits.get()
         if credit is _STOP:
             raise self._closed()
-        behind = self._wait_until_done(credit)
-        if self._on_caller_stream and self._transfer.is_behind():
+        if auto and self._watched >= _WATCHED_BATCHES and self._is_behind(credit):
             self._credits.put(credit)
             self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
             return self.take(stream)
-        watching = self._fetch == "auto" and self._watched < _WATCHED_BATCHES
+        self._wait_until_done(credit)
+        watching = auto and self._watched < _WATCHED_BATCHES
         before = global_random_state(self._device) if watching else None
-        started = perf_counter()
         ticket = self._produce(stream)
-        seconds = perf_counter() - started
-        if self._fetch != "auto":
+        if self._options.fetch == "caller":
             self._shared.note_path("caller", "fetch='caller' was asked for")
-        elif ticket.final:
-            pass
-        elif watching:
-            self._watched += 1
-            drew = before != global_random_state(self._device)
-            # A sampler that seeds itself draws before the first batch, as in the plain loop; only that is no reason.
-            self._drew = self._drew or (drew and self._watched > 1)
-            if self._drew:
-                self._watched = _WATCHED_BATCHES
-                self._fetch = "caller"
-                self._shared.note_path(
-                    "caller",
-                    "the loader or the transform draws from this process's global random generators, and fetching "
-                    "ahead would change the draws; num_workers=1 or fetch='thread' prefetches",
-                )
-            elif self._watched == _WATCHED_BATCHES:
-                self._choose(seconds, behind=behind)
-        else:
-            self._choose(seconds, behind=behind)
+        elif auto and not ticket.final:
+            self._here += 1
+            if watching:
+                self._watch(before)
+            if self._fetch == "auto" and self._watched >= _WATCHED_BATCHES:
+                self._choose()
+        self._returned = perf_counter()
         return ticket
 
-    def _choose(self, seconds: float, *, behind: bool) -> None:
-        """Thread or not, after watching: a hand-off pays unless batches are tiny and the GPU keeps up."""
-        if seconds >= _TINY_SECONDS:
-            self._start(f"a batch takes {seconds * 1e6:.0f} us to fetch and send, more than a hand-off costs")
-        elif behind:
-            self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
-        else:
-            self._on_caller_stream = self._transfer.is_simple
-            self._shared.note_path("caller", f"batches are tiny ({seconds * 1e6:.0f} us): a hand-off would cost more")
+    def _watch(self, before: Any) -> None:
+        """See whether the batch just fetched, or the loop before it, drew random numbers (contract 10)."""
+        after = global_random_state(self._device)
+        self._watched += 1
+        if self._watched > 1:  # a sampler that seeds itself draws for the first batch, as in the plain loop
+            if before != after:
+                self._stay(
+                    "the loader or the transform draws from this process's global random generators, and fetching "
+                    "ahead would change the draws; num_workers=1 or fetch='thread' prefetches"
+                )
+            elif before != self._random_state and not torchloader.has_workers(self._source):
+                self._stay(
+                    "the loop draws from this process's global random generators, and would race with a loader that "
+                    "began to; num_workers=1 or fetch='thread' prefetches"
+                )
+        self._random_state = after
 
-    def _wait_until_done(self, done: Event) -> bool:
+    def _stay(self, reason: str) -> None:
+        self._watched = _WATCHED_BATCHES
+        self._fetch = "caller"
+        self._shared.note_path("caller", reason)
+
+    def _choose(self) -> None:
+        """Thread or not: a hand-off pays if the loader or the loop has something to do meanwhile."""
+        fetch, send, body = self._fetch_seconds, self._send_seconds, self._body_seconds
+        if fetch > _SLOW_FETCH_SECONDS:
+            self._start(f"the loader takes {fetch * 1e3:.1f} ms a batch")
+        elif self._here < _WARM_BATCHES:
+            return
+        elif fetch > _QUICK_FETCH_SECONDS:
+            self._start(f"the loader takes {fetch * 1e6:.0f} us a batch")
+        elif min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send:
+            self._start(
+                f"the loop works {body * 1e6:.0f} us a batch, the loader and packing {(fetch + send) * 1e6:.0f}"
+            )
+        elif self._here == _WARM_BATCHES:
+            self._on_caller_stream = self._transfer.suits_consumer_stream()
+            self._shared.note_path(
+                "caller",
+                f"a hand-off would cost more than it hides: loader and packing take {(fetch + send) * 1e6:.0f} us, "
+                f"the loop {body * 1e6:.0f} us a batch",
+            )
+
+    def _is_behind(self, done: Event) -> bool:
+        if done is not None and not self._device.query(done):
+            return True
+        return self._on_caller_stream and self._transfer.is_behind()
+
+    def _wait_until_done(self, done: Event) -> None:
         """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth`` back."""
-        if done is None:
-            return False
-        behind = not self._device.query(done)
-        if behind:
-            self._device.synchronize(done)
-        self._done_events.append(done)
-        return behind
+        if done is not None:
+            if not self._device.query(done):
+                self._device.synchronize(done)
+            self._done_events.append(done)
 
     # The producer's side
 
     def _start(self, reason: str) -> None:
         self._on_caller_stream = False
         thread = threading.Thread(
-            target=self._modes.run, args=(self._run,), name=f"prefetchpipe-producer-{next(_numbers)}", daemon=True
+            target=self._modes.run, args=(self._run,), name=f"prefetchpipe-producer-{self._number}", daemon=True
         )
         self._thread = thread
         try:
@@ -227,12 +268,9 @@ class Producer:
         self._shared.note_path("thread", reason)
 
     def _run(self) -> None:
-        packers: Packers | None = None
         try:
             self._device.bind_thread()
-            threads = self._options.copy_threads or usable_cores()
-            limit_packing_threads(threads)
-            self._transfer.packers = packers = Packers(threads // 2, f"{threading.current_thread().name}-packing")
+            limit_packing_threads(self._options.copy_threads or usable_cores())
             while not self._stopping:
                 credit = self._credits.get()
                 if credit is _STOP:
@@ -250,9 +288,6 @@ class Producer:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it (contract 7)
             self._ready.put(_failed(error))
         finally:
-            self._transfer.packers = None
-            if packers is not None:
-                packers.close()
             if self._stopping:
                 self._release()
 
@@ -272,8 +307,9 @@ class Producer:
             fetched = perf_counter()
             ticket = self._send(batch, stream)
             counters = self._shared.counters
-            counters.fetch_seconds += fetched - started
-            counters.send_seconds += perf_counter() - fetched
+            self._fetch_seconds, self._send_seconds = fetched - started, perf_counter() - fetched
+            counters.fetch_seconds += self._fetch_seconds
+            counters.send_seconds += self._send_seconds
             ticket.state = state
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
             return _failed(torchloader.error_of(self._source, error))
@@ -403,6 +439,9 @@ class Producer:
         if torchloader.has_dead_worker(source):
             torchloader.shut_down(source, self._shared.loader)
         del source
+        packers, self._transfer.packers = self._transfer.packers, None
+        if packers is not None:
+            packers.close()
         self._shared.return_transfer(self._transfer)
 
 

@@ -31,26 +31,34 @@ def stage(
     slot: Slot,
     *,
     leaves: Sequence[torch.Tensor],
-    memory: Sequence[torch.Tensor],
     stream: Stream,
     packers: Packers | None = None,
-) -> None:
-    """Pack ``leaves`` into ``slot`` and launch the copies to ``memory`` on ``stream``.
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Pack ``leaves`` into ``slot`` and launch the copies to new device memory on ``stream``.
 
     Runs on the thread that sends; the GIL is free while bytes move. All bytes have left ``leaves`` when it returns
     (contract 5).
+
+    Returns:
+        The leaves on the device, and one tensor for each block of the layout over the same memory.
     """
     views, pieces = slot.views(layout)
     sources = layout.sources(leaves)
     if packers is not None and len(sources) >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
-        packers.pack(views, sources)
-    elif layout.nbytes <= _PIECE_BYTES:
-        torch._foreach_copy_(views, sources)
+        packers.start(views, sources)
+        try:
+            arrived, memory = layout.allocate(device.empty, device.alloc)
+        finally:
+            packers.finish()  # also if the device is full: they are writing the slot
     else:
-        _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream)
-        return
+        arrived, memory = layout.allocate(device.empty, device.alloc)
+        if layout.nbytes > _PIECE_BYTES:
+            _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream)
+            return arrived, memory
+        torch._foreach_copy_(views, sources)
     for target, piece in zip(memory, pieces, strict=True):
         device.copy(target, piece, stream)
+    return arrived, memory
 
 
 def _stage_large(
@@ -101,11 +109,12 @@ class Packers:
         self._count = max(1, min(threads, _MAX_PACKERS))
         self._name = name
         self._threads: list[threading.Thread] = []
+        self._own: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._work: SimpleQueue[Any] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def pack(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """``view.copy_(source)`` for all; returns when all bytes have moved."""
+    def start(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Begin ``view.copy_(source)`` for all; :meth:`finish` must follow."""
         while len(self._threads) < self._count - 1:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
             thread.start()
@@ -113,12 +122,18 @@ class Packers:
         count = self._count
         for share in range(1, count):
             self._work.put((views[share::count], sources[share::count]))
+        self._own = views[::count], sources[::count]
+
+    def finish(self) -> None:
+        """Pack the calling thread's share and wait for the others; all bytes have moved then."""
+        own, self._own = self._own, ([], [])
         error: BaseException | None = None
         try:
-            torch._foreach_copy_(views[::count], sources[::count])
+            if own[0]:
+                torch._foreach_copy_(*own)
         except BaseException as caught:  # noqa: BLE001 - the others must be waited for first: they write the slot
             error = caught
-        for _ in range(1, count):
+        for _ in range(1, self._count):
             error = self._done.get() or error
         if error is not None:
             raise error

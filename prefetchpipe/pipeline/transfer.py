@@ -24,9 +24,13 @@ from prefetchpipe.stats import Counters
 __all__ = ["Ticket", "Transfer"]
 
 
-_SLOTS = 3
-"""One being packed, one on the wire, one between. More do not help, and fall out of the CPU's cache: packing 38 MB
-with 2 or 3 slots takes 0.73 ms, with 4 0.98, with 8 1.27 (docs/performance.md)."""
+_SLOTS = 2
+"""One being packed while the other is on the wire. A third gained nothing measurable, and every further one falls out
+of the CPU's cache: packing 38 MB took 0.73 to 0.78 ms with 2 or 3 slots, 0.98 with 4, 1.27 with 8
+(docs/performance.md)."""
+
+_SMALL_BYTES = 256 << 10
+"""A copy of this takes 5 us on the wire: less than ordering it across two streams costs the host."""
 
 
 class Ticket:
@@ -73,13 +77,13 @@ class Transfer:
         self._walk = WalkCache()
         self._events: deque[Event] = deque()
         self._held: deque[tuple[Event, Any]] = deque()
+        self._last_bytes = 0
         self.consumer_stream: Stream = None
         self.packers: Packers | None = None
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether a batch may be copied on the consumer's own stream: nothing but the copies is to be done."""
-        return self._transform is None and not self._checked
+    def suits_consumer_stream(self) -> bool:
+        """Whether the last batch may as well be copied on the consumer's own stream: small, and nothing else to do."""
+        return self._last_bytes <= _SMALL_BYTES and self._transform is None and not self._checked
 
     def is_behind(self) -> bool:
         """Whether sending would have to wait for the device."""
@@ -146,7 +150,11 @@ class Transfer:
             ticket.used_on = stream
 
     def close(self) -> None:
-        """Wait for the copies under way and give the pinned memory back."""
+        """Wait for the copies under way and give the pinned memory back; in any thread."""
+        with self._device.beside_captures(), self._device.on_copy_stream():
+            self._close()
+
+    def _close(self) -> None:
         while self._held:
             event, _ = self._held.popleft()
             self._device.synchronize(event)  # contract 6: a pinned source outlives the copy out of it
@@ -163,14 +171,9 @@ class Transfer:
         out: list[Any] = list(leaves)
         uses: list[torch.Tensor] = []
         if plan.layout is not None:
-            packed = [leaves[i] for i in plan.packed]
-            arrived, memory = plan.layout.allocate(device.empty, device.alloc)
-            if self._ring is None:
-                torch._foreach_copy_(arrived, packed)
-            elif plan.layout.nbytes:
-                self._stage(plan.layout, packed, memory, stream)
-                uses += memory
-            self._counters.copied_bytes += plan.layout.nbytes
+            packed = leaves if len(plan.packed) == len(leaves) else [leaves[i] for i in plan.packed]
+            arrived, memory = self._send_packed(plan.layout, packed, stream)
+            uses += memory
             for i, tensor in zip(plan.packed, arrived, strict=True):
                 out[i] = tensor
         if plan.pinned:
@@ -186,30 +189,39 @@ class Transfer:
         ticket.uses = uses
         return out
 
-    def _stage(self, layout: Layout, leaves: list[torch.Tensor], memory: list[torch.Tensor], stream: Stream) -> None:
-        assert self._ring is not None
+    def _send_packed(
+        self, layout: Layout, leaves: list[torch.Tensor], stream: Stream
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Through a slot; straight into the final memory where that is the host's."""
+        device = self._device
+        counters = self._counters
+        counters.copied_bytes += layout.nbytes
+        self._last_bytes = layout.nbytes
+        if self._ring is None or not layout.nbytes:
+            arrived, _ = layout.allocate(device.empty, device.alloc)
+            torch._foreach_copy_(arrived, leaves)
+            return arrived, []
         slot = self._ring.acquire(layout.nbytes)
         if slot is None:
-            self._stage_pageable(layout, leaves, memory, stream)
-            return
+            counters.pageable_bytes += layout.nbytes
+            return self._send_pageable(layout, leaves, stream)
+        counters.staged_bytes += layout.nbytes
         try:
-            stage(self._device, layout, slot, leaves=leaves, memory=memory, stream=stream, packers=self.packers)
+            return stage(device, layout, slot, leaves=leaves, stream=stream, packers=self.packers)
         finally:
             # Contract 6: the slot is free when this event has passed, also after a copy that failed half-way.
-            self._device.record(slot.event, stream)
-        self._counters.staged_bytes += layout.nbytes
+            device.record(slot.event, stream)
 
-    def _stage_pageable(
-        self, layout: Layout, leaves: list[torch.Tensor], memory: list[torch.Tensor], stream: Stream
-    ) -> None:
+    def _send_pageable(
+        self, layout: Layout, leaves: list[torch.Tensor], stream: Stream
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slot = Slot(self._device.new_event())
         slot.replace(_PageableBlock(layout.nbytes))
         try:
-            stage(self._device, layout, slot, leaves=leaves, memory=memory, stream=stream)
+            return stage(self._device, layout, slot, leaves=leaves, stream=stream)
         finally:
             self._device.record(slot.event, stream)
             self._device.synchronize(slot.event)  # contract 6: this memory goes when the function returns
-        self._counters.pageable_bytes += layout.nbytes
 
     def _send_pinned(
         self,

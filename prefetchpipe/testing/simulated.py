@@ -3,7 +3,9 @@
 Streams run in order and *late*: an operation takes effect at its simulated completion, and simulated time moves only
 when the host waits for something (and by a small random step at each call, so that seeds give different schedules).
 A copy reads its source when it completes, a freed block is poisoned and handed out again at once, freed host memory is
-poisoned too. A missing wait, an event checked too early or a reference dropped too soon then gives wrong numbers.
+poisoned too. What changes under an operation between its start and its completion reaches it as poison: hardware may
+read early or late, and right code cannot tell. A missing wait, an event checked too early or a reference dropped too
+soon then gives wrong numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from prefetchpipe.errors import PinnedMemoryError
 
@@ -171,18 +174,24 @@ class SimulatedDevice:
         """Queue a kernel on the current stream.
 
         Args:
-            fn: Called at the simulated completion with views of the same memory as ``tensors``.
+            fn: Called at the simulated completion with views of the same memory as ``tensors``; with poison in the
+                place of one whose bytes changed after the kernel had started.
             tensors: Kernel arguments. Like a real kernel's, they are addresses: they keep nothing alive.
             seconds: Simulated duration.
         """
         views = [_raw_view(tensor) for tensor in tensors]
         memory = [self._block_of(tensor) or tensor.untyped_storage() for tensor in tensors]
+        at_start: list[torch.Tensor] = []
+
+        def begin() -> None:
+            at_start.extend(_bytes_of(view).clone() for view in views)
 
         def run() -> None:
-            fn(*views)
+            pairs = zip(views, at_start, strict=True)
+            fn(*(view if torch.equal(_bytes_of(view), was) else _poison_like(view) for view, was in pairs))
             memory.clear()  # held until now: a stale address reads poison, it does not crash
 
-        self._enqueue(self.current_stream(), seconds, run)
+        self._enqueue(self.current_stream(), seconds, begin, run)
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of ``tensor`` that counts as page-locked."""
@@ -203,6 +212,10 @@ class SimulatedDevice:
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """The copy stream becomes current for a block."""
         return self.use_stream(self.copy_stream)
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """No graphs are captured here."""
+        return nullcontext()
 
     def current_stream(self) -> SimulatedStream:
         """The stream current in the calling thread."""
@@ -246,14 +259,15 @@ class SimulatedDevice:
                 raise torch.OutOfMemoryError(
                     f"simulated: {nbytes} bytes more than the {self.allocated_bytes} in use of {self._memory_limit}"
                 )
-            fitting = [b for b in self._free if b.nbytes == nbytes]
+            stream = self.current_stream()
+            fitting = [b for b in self._free if b.nbytes == nbytes and b.owner is stream]  # one pool a stream
             if fitting:
                 block = fitting[-1]
                 self._free.remove(block)
             else:
                 block = _Block(nbytes)
                 _fill(block)
-            block.owner = self.current_stream()
+            block.owner = stream
             block.users = set()
             if nbytes:
                 self.allocated_bytes += nbytes
@@ -266,17 +280,25 @@ class SimulatedDevice:
         return view.set_(self.alloc(nbytes).untyped_storage(), 0, shape, stride)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
-        """Launch a copy; it reads ``src`` when it completes."""
+        """Launch a copy. It reads ``src`` when it completes; freed or written to by then, it arrives as poison."""
         target, source, nbytes = dst.data_ptr(), src.data_ptr(), src.numel()
-        block = self._block_of(dst)
-        memory = [block, src.untyped_storage()]
+        memory = [self._block_of(dst)]
+        at_launch = ctypes.string_at(source, nbytes)
+        reference = StorageWeakRef(src.untyped_storage())
+
+        def begin() -> None:
+            ctypes.memset(target, POISON, nbytes)
 
         def run() -> None:
-            ctypes.memmove(target, source, nbytes)
+            held: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # noqa: SLF001 - None if it has gone
+            if held is not None and ctypes.string_at(source, nbytes) == at_launch:
+                ctypes.memmove(target, at_launch, nbytes)
+            else:
+                ctypes.memset(target, POISON, nbytes)
             memory.clear()
 
         self.copies += 1
-        self._enqueue(stream, nbytes / self._bandwidth, run)
+        self._enqueue(stream, nbytes / self._bandwidth, begin, run)
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queued on the current stream: takes effect late, as on a GPU."""
@@ -318,12 +340,16 @@ class SimulatedDevice:
 
     # Inside
 
-    def _enqueue(self, stream: SimulatedStream, seconds: float, run: Callable[[], None]) -> None:
+    def _enqueue(
+        self, stream: SimulatedStream, seconds: float, begin: Callable[[], None], run: Callable[[], None]
+    ) -> None:
         with self._lock:
             self._tick()
-            stream.tail = max(stream.tail, self.now) + seconds
-            self._order += 1
-            heapq.heappush(self._pending, (stream.tail, self._order, run))
+            start = max(stream.tail, self.now)
+            stream.tail = start + seconds
+            for at, step in ((start, begin), (stream.tail, run)):
+                self._order += 1
+                heapq.heappush(self._pending, (at, self._order, step))
 
     def _tick(self) -> None:
         self._reclaim()
@@ -398,3 +424,13 @@ def _raw_view(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.frombuffer(buffer, dtype=torch.uint8)
     view = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return view.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _poison_like(tensor: torch.Tensor) -> torch.Tensor:
+    poison = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    _bytes_of(poison).fill_(POISON)
+    return poison

@@ -1,0 +1,400 @@
+"""Our own code with one wait, one event check, one reference or one step of an order removed.
+
+Each must make the tests that it names fail. A mutant that survives shows a missing test, or a simulated device that is
+kinder than a real one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+_ORDERING = "tests/unit/test_ordering.py::"
+_MEMORY = "tests/cases/test_memory.py::"
+_VALUES = "tests/cases/test_values.py::"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One edit of one file of the package."""
+
+    name: str
+    file: str
+    """Below prefetchpipe/."""
+    find: str
+    """Occurs exactly once in the file."""
+    replace: str
+    contract: int
+    tests: tuple[str, ...]
+    """Node ids; at least one of them has to fail."""
+
+
+def _ordering(*names: str) -> tuple[str, ...]:
+    return tuple(_ORDERING + name for name in names)
+
+
+TRANSFER = "pipeline/transfer.py"
+PRODUCER = "pipeline/producer.py"
+STAGING = "pipeline/staging.py"
+RING = "memory/ring.py"
+PREFETCHER = "prefetcher.py"
+
+MUTANTS = (
+    # Contract 3: ordered by events
+    Mutant(
+        "the consumer's stream does not wait for the ready event",
+        TRANSFER,
+        "self._device.wait(stream, ticket.ready)",
+        "pass",
+        3,
+        _ordering("test_c3_the_consumers_stream_waits_for_the_copy"),
+    ),
+    Mutant(
+        "the ready event is not recorded",
+        TRANSFER,
+        "self._device.record(ticket.ready, stream)",
+        "pass",
+        3,
+        _ordering("test_c3_the_stream_of_the_moment_waits"),
+    ),
+    Mutant(
+        "memory that is on the device already is not waited for",
+        TRANSFER,
+        "uses += (leaves[i] for i in plan.resident)",
+        "pass",
+        3,
+        _ordering("test_c3_a_batch_made_on_the_device_by_the_loader_is_waited_for"),
+    ),
+    Mutant(
+        "the copy stream does not wait for what the caller had queued before the pass",
+        PRODUCER,
+        "self._device.wait(self._device.copy_stream, event)",
+        "pass",
+        3,
+        _ordering("test_c3_a_transform_sees_what_the_callers_stream_wrote_before_the_pass"),
+    ),
+    Mutant(
+        "the transform does not wait for what the loader queued on the caller's stream",
+        TRANSFER,
+        "self._device.wait(self._device.copy_stream, event)",
+        "pass",
+        3,
+        _ordering("test_c3_a_transform_sees_what_the_loader_wrote_on_the_callers_stream"),
+    ),
+    Mutant(
+        "the transform is not ordered after the copies",
+        TRANSFER,
+        "self._device.before_transform()",
+        "pass",
+        3,
+        _ordering("test_c3_a_transform_starts_after_the_copy"),
+    ),
+    Mutant(
+        "static buffers are filled at once",
+        "pipeline/static.py",
+        "self._device.fill(targets, sources)",
+        "torch._foreach_copy_(targets, sources)",
+        3,
+        _ordering("test_c3_static_buffers_are_filled_in_the_order_of_the_stream"),
+    ),
+    Mutant(
+        "checked=True does not wait for the copy that it checks",
+        TRANSFER,
+        "self._device.synchronize(ticket.ready)",
+        "pass",
+        3,
+        _ordering("test_c3_checked_compares_after_the_copy"),
+    ),
+    Mutant(
+        "checked=True does not wait for the copy that it checks before a transform",
+        TRANSFER,
+        "self._device.synchronize(event)\n        _verify(check)",
+        "_verify(check)",
+        3,
+        _ordering("test_c3_checked_compares_after_the_copy"),
+    ),
+    # Contract 4: device memory
+    Mutant(
+        "use on the consumer's stream is not recorded when sending",
+        TRANSFER,
+        "self._record_uses(ticket, self.consumer_stream)",
+        "ticket.used_on = self.consumer_stream",
+        4,
+        _ordering("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
+    ),
+    Mutant(
+        "use on another stream is not recorded at delivery",
+        TRANSFER,
+        "if stream is not ticket.used_on:",
+        "if False:",
+        4,
+        _ordering("test_c4_memory_is_kept_for_the_stream_that_took_the_batch"),
+    ),
+    Mutant(
+        "use is recorded for the last stream only if it is another",
+        TRANSFER,
+        "self._device.record_use(tensor, stream)",
+        "pass",
+        4,
+        _ordering("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
+    ),
+    Mutant(
+        "the memory of directly copied leaves is not recorded",
+        TRANSFER,
+        "uses.append(out[i])",
+        "pass",
+        4,
+        _ordering("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
+    ),
+    Mutant(
+        "memory that the transform allocated is not recorded",
+        TRANSFER,
+        "ticket.uses = self._distinct(find_tensors(batch))",
+        "pass",
+        4,
+        _ordering("test_c4_memory_that_a_transform_allocates_is_kept_too"),
+    ),
+    Mutant(
+        "tensors are forgotten before their use is recorded",
+        TRANSFER,
+        "ticket.uses = uses",
+        "ticket.uses = uses[:0]",
+        4,
+        _ordering("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
+    ),
+    Mutant(
+        "the host does not wait for the device to be done with an earlier batch",
+        PRODUCER,
+        "if not self._device.query(done):\n                self._device.synchronize(done)",
+        "pass",
+        4,
+        _ordering("test_c4_the_host_runs_ahead_of_the_device_by_depth_batches_only"),
+    ),
+    Mutant(
+        "the done event is not recorded",
+        PRODUCER,
+        "self._device.record(event, stream)",
+        "pass",
+        4,
+        _ordering("test_c4_the_host_runs_ahead_of_the_device_by_depth_batches_only"),
+    ),
+    Mutant(
+        "a credit forgets its event",
+        PREFETCHER,
+        "producer.allow(done)",
+        "producer.allow(None)",
+        4,
+        _ordering("test_c4_memory_of_a_slow_device_is_bounded"),
+    ),
+    # Contract 5: the source may reuse its buffer
+    Mutant(
+        "a pinned source that may be reused is not waited for",
+        TRANSFER,
+        "device.synchronize(event)  # contract 5",
+        "pass  # contract 5",
+        5,
+        _ordering("test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy"),
+    ),
+    Mutant(
+        "every source counts as one that is not reused",
+        PRODUCER,
+        "not torchloader.gives_up_memory(shared.loader)",
+        "False",
+        5,
+        _ordering("test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy"),
+    ),
+    Mutant(
+        "the packing threads are not waited for",
+        STAGING,
+        "for _ in range(1, self._count):",
+        "for _ in ():",
+        5,
+        _ordering("test_c5_packing_has_ended_when_it_says_so"),
+    ),
+    # Contract 6: slots, pinned and pageable sources
+    Mutant(
+        "a slot is written again without a look at its event",
+        RING,
+        "if not self._device.query(slot.event):",
+        "if False:",
+        6,
+        _ordering("test_c6_a_slot_is_written_again_only_after_its_copy"),
+    ),
+    Mutant(
+        "a slot's event is not recorded",
+        TRANSFER,
+        "device.record(slot.event, stream)\n\n",
+        "pass\n\n",
+        6,
+        _ordering("test_c6_a_slot_is_written_again_only_after_its_copy"),
+    ),
+    Mutant(
+        "a slot is not marked as used",
+        RING,
+        "slot.used = True",
+        "pass",
+        6,
+        _ordering("test_c6_a_slot_is_written_again_only_after_its_copy"),
+    ),
+    Mutant(
+        "the ring is given back while copies are under way",
+        RING,
+        "self._device.synchronize(slot.event)\n                slot.used = False",
+        "slot.used = False",
+        6,
+        _ordering("test_c6_a_ring_waits_for_its_copies_before_it_goes"),
+    ),
+    Mutant(
+        "pageable memory is not held until its copy has passed",
+        TRANSFER,
+        "self._device.synchronize(slot.event)  # contract 6: this memory",
+        "pass  # contract 6: this memory",
+        6,
+        _ordering("test_c6_pageable_memory_outlives_the_copy_out_of_it"),
+    ),
+    Mutant(
+        "a pinned source is not held",
+        TRANSFER,
+        "(event, [leaves[i] for i in which])",
+        "(event, None)",
+        6,
+        _ordering("test_c6_a_pinned_source_outlives_the_copy_out_of_it"),
+    ),
+    Mutant(
+        "a pinned source is held for one batch, whatever its event says",
+        TRANSFER,
+        "while len(self._held) > 1 and device.query(self._held[0][0]):",
+        "while len(self._held) > 1:",
+        6,
+        _ordering("test_c6_a_pinned_source_outlives_the_copy_out_of_it"),
+    ),
+    Mutant(
+        "a pinned source is dropped at close without a wait",
+        TRANSFER,
+        "self._device.synchronize(event)  # contract 6: a pinned source",
+        "pass  # contract 6: a pinned source",
+        6,
+        _ordering("test_c6_a_pinned_source_is_held_while_the_pass_is_closed"),
+    ),
+    # Contracts 1, 7, 8, 9, 11: the order of tickets, and how a pass ends
+    Mutant(
+        "the end and an error overtake the batches before them",
+        PRODUCER,
+        "final = ticket.final\n",
+        "final = ticket.final\n                while final and not self._ready.empty():\n"
+        "                    self._ready.get()\n",
+        7,
+        _ordering(
+            "test_c7_an_error_arrives_after_the_batches_before_it",
+            "test_c1_the_end_arrives_after_the_batches_before_it",
+        ),
+    ),
+    Mutant(
+        "only one of several waiting threads hears of the end",
+        PRODUCER,
+        "self._ready.put(end)",
+        "pass",
+        1,
+        _ordering("test_c1_every_thread_that_waits_hears_of_the_end"),
+    ),
+    Mutant(
+        "what a dropped pass took from a one-shot source is lost",
+        PRODUCER,
+        "self._shared.carry(left)",
+        "pass",
+        1,
+        _ordering("test_c1_what_a_dropped_pass_took_from_a_one_shot_source_is_not_lost"),
+    ),
+    Mutant(
+        "two passes enter one iterator at once",
+        PRODUCER,
+        "self._shared.one_shot_lock if self._one_shot",
+        "nullcontext() if self._one_shot",
+        1,
+        _ordering("test_c1_two_passes_over_one_iterator_take_turns"),
+    ),
+    Mutant(
+        "credits do not bound the look-ahead",
+        PRODUCER,
+        "for _ in range(self._options.depth - len(carried)):",
+        "for _ in range(99):",
+        8,
+        _ordering("test_c8_a_pass_that_is_not_advanced_pulls_depth_batches"),
+    ),
+    Mutant(
+        "a dropped iterator does not stop its producer",
+        PREFETCHER,
+        "weakref.finalize(self, producer.stop)",
+        "weakref.finalize(self, int)",
+        9,
+        _ordering("test_c9_a_dropped_iterator_ends_its_thread"),
+    ),
+    Mutant(
+        "close keeps the batches that were ahead",
+        PRODUCER,
+        "while not self._ready.empty():\n            ticket",
+        "while False:\n            ticket",
+        9,
+        _ordering("test_c9_closing_drops_the_batches_that_were_ahead"),
+    ),
+    Mutant(
+        "stopping a pass does not wake its consumer",
+        PRODUCER,
+        "self._ready.put(_failed(self._closed()))  # a consumer that waits",
+        "pass  # a consumer that waits",
+        9,
+        _ordering("test_c9_closing_wakes_a_consumer_that_waits_in_another_thread"),
+    ),
+    Mutant(
+        "a pass that ends after close keeps its ring for the next one",
+        PREFETCHER,
+        "self._leased.pop(id(transfer), -1) == self._generation and not",
+        "self._leased.pop(id(transfer), -1) >= 0 and not",
+        9,
+        _ordering("test_c6_a_pass_that_ends_after_close_gives_its_ring_back"),
+    ),
+    Mutant(
+        "the state is the loader's at delivery, prefetched batches included",
+        PREFETCHER,
+        "self._shared.state = ticket.state\n        self._shared.counters",
+        "self._shared.state = self._shared.loader.state_dict()\n        self._shared.counters",
+        11,
+        _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
+    ),
+    Mutant(
+        "the state is taken before its batch",
+        PRODUCER,
+        "batch = next(self._source)\n",
+        "early = self._shared.capture_state(self)\n                    batch = next(self._source)\n"
+        "                    self._shared.capture_state = lambda _: early\n",
+        11,
+        _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
+    ),
+    Mutant(
+        "the state is a reference to what the loader goes on writing to",
+        PREFETCHER,
+        "copy.deepcopy(self.loader.state_dict())",
+        "self.loader.state_dict()",
+        11,
+        _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
+    ),
+    # Contract 15: the device is full
+    Mutant(
+        "a full device is not given time by the batches before",
+        PRODUCER,
+        "if self._thread is None or not self._wait_for_memory():",
+        "if True:",
+        15,
+        (f"{_MEMORY}test_c15_m4_device_memory_for_two_batches_at_depth_four[thread-]",),
+    ),
+    # Contract 2: leaves are independent
+    Mutant(
+        "leaves are autograd views of one slab",
+        "batch/layout.py",
+        "with torch._C._AutoDispatchBelowADInplaceOrView():",
+        "if True:",
+        2,
+        ("tests/property/test_layout.py::test_c2_a_change_of_one_leaf_is_no_change_of_its_neighbours",),
+    ),
+)
