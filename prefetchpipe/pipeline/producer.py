@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ _HANDOFF_SHARE = 0.3
 
 _QUICK_FETCH_SECONDS = 100e-6
 _SLOW_FETCH_SECONDS = 1e-3
-_SMOOTHING = 0.25
+_RECENT_BATCHES = 3
+_SETTLED_BATCHES = 16
 
 _numbers = itertools.count(1)
 
@@ -93,7 +95,8 @@ class Producer:
         self._here = 0
         self._random_state: Any = None
         self._returned = 0.0
-        self._fetch_seconds = self._send_seconds = self._body_seconds = 0.0
+        self._fetch_seconds = self._send_seconds = 0.0
+        self._times: deque[tuple[float, float, float]] = deque(maxlen=_RECENT_BATCHES)
         self._on_caller_stream = False
         carried = shared.take_carried() if self._one_shot else []
         for ticket in carried:
@@ -168,9 +171,7 @@ class Producer:
     def _produce_here(self, stream: Stream) -> Ticket:
         """The short path: no hand-off between threads."""
         auto = self._fetch == "auto"
-        if auto and self._here:
-            body = perf_counter() - self._returned
-            self._body_seconds += _SMOOTHING * (body - self._body_seconds)
+        body = perf_counter() - self._returned
         credit = self._credits.get()
         while credit is _WAITING:
             credit = self._credits.get()
@@ -191,7 +192,7 @@ class Producer:
             if watching:
                 self._watch(before)
             if self._fetch == "auto" and self._watched >= _WATCHED_BATCHES:
-                self._choose()
+                self._choose(body)
         self._returned = perf_counter()
         return ticket
 
@@ -217,9 +218,15 @@ class Producer:
         self._fetch = "caller"
         self._shared.note_path("caller", reason)
 
-    def _choose(self) -> None:
+    def _choose(self, body: float) -> None:
         """Thread or not: a hand-off pays if the loader or the loop has something to do meanwhile."""
-        fetch, send, body = self._fetch_seconds, self._send_seconds, self._body_seconds
+        if self._here > _SETTLED_BATCHES and self._here % _SETTLED_BATCHES:
+            return
+        times = self._times
+        times.append((self._fetch_seconds, self._send_seconds, body))
+        if len(times) < _RECENT_BATCHES:
+            return
+        fetch, send, body = map(min, zip(*times, strict=True))  # one batch held up by another process says nothing
         if fetch > _SLOW_FETCH_SECONDS:
             self._start(f"the loader takes {fetch * 1e3:.1f} ms a batch")
         elif self._here < _WARM_BATCHES:
@@ -230,7 +237,7 @@ class Producer:
             self._start(
                 f"the loop works {body * 1e6:.0f} us a batch, the loader and packing {(fetch + send) * 1e6:.0f}"
             )
-        elif self._here == _WARM_BATCHES:
+        elif not self._on_caller_stream:
             self._on_caller_stream = self._transfer.suits_consumer_stream()
             self._shared.note_path(
                 "caller",

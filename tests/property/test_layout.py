@@ -1,4 +1,4 @@
-"""Random leaves through layout, plan and device: what arrives is what plain ``.to`` gives, and nothing more is shared."""
+"""Random leaves through layout, plan and device: what arrives is what plain ``.to`` gives, and shares no more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = [
 ]
 STORAGE_BYTES = 4096
 
-moderate = settings(max_examples=120, deadline=None, derandomize=True, database=None)
+moderate = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def build(batch: list[Recipe]) -> list[torch.Tensor]:
 
 def arrived(leaves: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
     device: Any = SimulatedDevice(bandwidth=1e6) if kind == "sim" else "cpu"
-    batch = list(GPUPrefetcher([leaves], device, fetch="caller"))[0]
+    batch = next(iter(GPUPrefetcher([leaves], device, fetch="caller")))
     if kind == "sim":
         device.synchronize()
     return batch
