@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prefetchpipe.batch.containers import LEAF, Spec
 from prefetchpipe.batch.move import array_to_tensor, move
-from prefetchpipe.batch.tree import WalkCache, find_tensors, flatten, register_batch_type, unflatten
+from prefetchpipe.batch.search import find_tensors
+from prefetchpipe.batch.tree import WalkCache, flatten, register_batch_type, unflatten
 
 __all__ = [
     "LEAF",

@@ -7,14 +7,7 @@ are all tensors, and lists of scalars, never reach the per-item loop.
 from __future__ import annotations
 
 import collections
-import datetime as dt
-import decimal
-import fractions
-import gc
-import pathlib
 import types
-import uuid
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,19 +16,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from prefetchpipe.batch import containers
+from prefetchpipe.batch.atoms import CONSTANTS, SCALARS
 from prefetchpipe.batch.containers import LEAF, LONG, Children, Constant, Handler, Spec
 from prefetchpipe.batch.move import array_to_tensor
 
-_NUMPY_SCALARS = frozenset(t for t in np.sctypeDict.values() if not issubclass(t, (np.void, np.object_)))
-_SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None))) | _NUMPY_SCALARS
-_CONSTANTS = _SCALARS | frozenset(
-    (
-        *(type(Ellipsis), range, slice, type, torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
-        *(decimal.Decimal, fractions.Fraction, uuid.UUID, pathlib.PosixPath, pathlib.WindowsPath),
-        *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone),
-        *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
-    )
-)
 _BUILT_IN_HANDLERS: dict[type, Handler] = {
     list: containers.walk_list,
     tuple: containers.walk_tuple,
@@ -45,7 +29,6 @@ _BUILT_IN_HANDLERS: dict[type, Handler] = {
 }
 _MAX_CACHED_TYPES = 4096  # programs that make a new class per batch must not grow without bound
 _MAX_DEPTH = 64  # nesting at which the walk starts to look for cycles
-_MAX_VISITED = 1_000_000  # objects that a search for tensors looks at
 _BASE_LEAF_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 # Python classes that keep their content in one attribute.
 _WRAPPERS: dict[type, str] = {
@@ -53,10 +36,6 @@ _WRAPPERS: dict[type, str] = {
     collections.UserList: "data",
     collections.ChainMap: "maps",
 }
-# Objects of exactly these types lead to no tensor; what the second kind (with subclasses) leads to is not theirs.
-_ATOMS = _CONSTANTS - {slice, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType}
-_NOT_SEARCHED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes)
-
 _handlers: dict[type, Handler] = {}
 _leaf_types: set[type] = set(_BASE_LEAF_TYPES)
 _registered: dict[type | str, tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, list[Any]], Any]]] = {}
@@ -80,7 +59,7 @@ class WalkCache:
         if known is not None and known.issuperset(map(type, (values[-1], *values[:: len(values) // 32]))):
             return True
         found = set(map(type, values))
-        if found <= _SCALARS:
+        if found <= SCALARS:
             if len(self._types) >= self._MAX_PLACES:
                 self._types.clear()
             self._types[place] = found
@@ -117,7 +96,7 @@ class _Walk:
             if cls in _leaf_types:
                 self.leaves.append(value)
                 specs.append(LEAF)
-            elif cls in _CONSTANTS:
+            elif cls in CONSTANTS:
                 specs.append(Constant(value))
             else:
                 specs.append(self.child(value))
@@ -137,7 +116,7 @@ class _Walk:
     def _child_of_cycle(self, value: Any, handler: Handler) -> Spec:
         seen = self.seen
         assert seen is not None
-        if isinstance(value, (torch.Tensor, np.ndarray)) or type(value) in _CONSTANTS:
+        if isinstance(value, (torch.Tensor, np.ndarray)) or type(value) in CONSTANTS:
             return handler(value, self)
         if id(value) in seen:
             return _Again(*seen[id(value)])
@@ -147,7 +126,7 @@ class _Walk:
 
     def all_scalars(self, values: list[Any] | tuple[Any, ...]) -> bool:
         if len(values) <= LONG:
-            return _SCALARS.issuperset(map(type, values))
+            return SCALARS.issuperset(map(type, values))
         place = (self.long_seen, len(self.leaves), type(values))
         self.long_seen += 1
         return (self.cache or WalkCache()).is_plain(place, values)
@@ -296,83 +275,10 @@ def register_batch_type(
     """
     if not isinstance(cls, (type, str)):
         raise TypeError(f"cls must be a type or a qualified name, got {cls!r}")
-    if cls in _CONSTANTS or cls in _BASE_LEAF_TYPES:
+    if cls in CONSTANTS or cls in _BASE_LEAF_TYPES:
         raise ValueError(f"cls must be a container type, got {cls!r}, which has its fixed meaning")
     _registered[cls] = (flatten_fn, unflatten_fn)
     _forget_types()
-
-
-def find_tensors(obj: Any) -> list[torch.Tensor]:
-    """Finds every tensor reachable from an object, through containers, attributes, slots, closures and C containers.
-
-    Args:
-        obj: Anything; a batch as a transform may return it.
-
-    Returns:
-        Each tensor that owns or views device memory, once. In place of tensors without memory of their own (sparse,
-        nested, wrapper subclasses) stand the tensors they are made of, and for a quantized one its raw bytes.
-    """
-    found: list[torch.Tensor] = []
-    todo = [obj]
-    seen: dict[int, Any] = {}  # holds the objects, so that no id is used twice
-    for value in todo:
-        cls = type(value)
-        if cls in _ATOMS or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if cls is torch.Tensor:
-            if more := _visit_tensor(value, found):
-                todo.extend(more)
-        elif issubclass(cls, torch.Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                todo.extend(_visit_tensor(value, found))
-        else:
-            todo.extend(_referents(value))
-        if len(seen) > _MAX_VISITED:
-            warnings.warn(f"search for tensors in {type(obj)!r} ended after {len(seen)} objects", RuntimeWarning, 2)
-            break
-    return found
-
-
-def _referents(value: Any) -> Iterable[Any]:
-    """Returns what an object that is no tensor refers to, as far as tensors may be behind it."""
-    cls = type(value)
-    if cls is dict:
-        return value.values() if _ATOMS.issuperset(map(type, value)) else (*value, *value.values())
-    if cls is list or cls is tuple:
-        return () if _ATOMS.issuperset(map(type, value)) else value
-    if issubclass(cls, _NOT_SEARCHED):
-        return ()
-    if cls is types.FunctionType:  # not its globals: they lead to the whole program
-        return (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
-    found = gc.get_referents(value)
-    if issubclass(cls, (np.ndarray, np.void)) and value.dtype.hasobject:  # NumPy hides these from gc
-        found.append(value.tolist())
-    return found
-
-
-def _visit_tensor(tensor: torch.Tensor, found: list[torch.Tensor]) -> list[Any]:
-    """Adds a tensor to those found; returns what else hangs on it."""
-    more: list[Any] = gc.get_referents(tensor)  # its type, and __dict__ and slots where it has any
-    if len(more) == 1 and more[0] is torch.Tensor:
-        more = []
-    if tensor.is_leaf and tensor.grad is not None:
-        more.append(tensor.grad)
-    layout: Any = tensor.layout
-    if layout is torch.strided:
-        if tensor.is_quantized:
-            found.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()))
-        elif tensor.is_nested:
-            more.append(tensor.values())
-        elif type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
-            found.append(tensor)
-    elif layout is torch.sparse_coo:
-        more += (tensor._indices(), tensor._values())  # noqa: SLF001 - indices() wants a coalesced tensor
-    elif layout in (torch.sparse_csr, torch.sparse_bsr):
-        more += (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif layout in (torch.sparse_csc, torch.sparse_bsc):
-        more += (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return more
 
 
 def _resolve(cls: type) -> Handler:
@@ -392,7 +298,7 @@ def _handler_of(cls: Any) -> Handler:  # noqa: C901, PLR0911, PLR0912 - one deci
         return _walk_leaf
     if issubclass(cls, (np.ndarray, np.void)):
         return _walk_array
-    if cls in _CONSTANTS or issubclass(cls, (type, types.ModuleType, np.generic)):
+    if cls in CONSTANTS or issubclass(cls, (type, types.ModuleType, np.generic)):
         return _walk_constant
     native = containers.native_base(cls)
     # An object that can move itself does so. A mapping around its own dict (as tokenizers return it) is walked instead,

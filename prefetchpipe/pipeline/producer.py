@@ -7,7 +7,6 @@ import os
 import threading
 import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
-from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from prefetchpipe.device.base import Event, Stream
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import usable_cores
 from prefetchpipe.pipeline import torchloader
-from prefetchpipe.pipeline.randomness import global_random_state
+from prefetchpipe.pipeline.pace import Pace
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
 from prefetchpipe.pipeline.transfer import Ticket, Transfer
@@ -30,20 +29,6 @@ __all__ = ["LEAVE_SECONDS", "Producer"]
 
 LEAVE_SECONDS = 0.5
 """How long leaving a pass waits for a loader that is in the middle of a batch; its thread ends by itself later."""
-
-_WATCHED_BATCHES = 2
-_WARM_BATCHES = 4
-"""Batches of a pass before its times count: the first ones allocate."""
-
-_HANDOFF_SECONDS = 30e-6
-_HANDOFF_SHARE = 0.3
-"""What a thread costs: two wake-ups, and that everything it does takes so much longer beside another busy thread
-(docs/performance.md). It gains what the loader, or the loop, does meanwhile."""
-
-_QUICK_FETCH_SECONDS = 100e-6
-_SLOW_FETCH_SECONDS = 1e-3
-_RECENT_BATCHES = 3
-_SETTLED_BATCHES = 16
 
 _numbers = itertools.count(1)
 
@@ -90,13 +75,12 @@ class Producer:
         self._lock = threading.Lock()  # guards the end of the pass: consumer, closer and thread may meet there
         self._released = False
         self.why_closed = ""
-        self._fetch = self._options.fetch
-        self._watched = 0
-        self._here = 0
-        self._random_state: Any = None
-        self._returned = 0.0
+        self._pace: Pace | None = None
+        if self._options.fetch == "auto":
+            self._pace = Pace(self._device, has_workers=torchloader.has_workers(source))
+        else:
+            shared.note_path(self._options.fetch, f"fetch={self._options.fetch!r} was asked for")
         self._fetch_seconds = self._send_seconds = 0.0
-        self._times: deque[tuple[float, float, float]] = deque(maxlen=_RECENT_BATCHES)
         self._on_caller_stream = False
         carried = shared.take_carried() if self._one_shot else []
         for ticket in carried:
@@ -141,13 +125,11 @@ class Producer:
         if not self._ready.empty():
             return self._ready.get()
         if self._thread is None:
-            if self._fetch == "thread":
+            if self._options.fetch == "thread":
                 self._start("fetch='thread' was asked for")
-            else:
+            if self._thread is None:
                 with self._device.beside_captures():
                     return self._produce_here(stream)
-            if self._thread is None:
-                return self._produce_here(stream)
         if not self._thread.is_alive() and self._ready.empty():
             raise self._closed()  # a forked child, or a thread that ended with its pass
         started = perf_counter()
@@ -170,80 +152,29 @@ class Producer:
 
     def _produce_here(self, stream: Stream) -> Ticket:
         """The short path: no hand-off between threads."""
-        auto = self._fetch == "auto"
-        body = perf_counter() - self._returned
         credit = self._credits.get()
         while credit is _WAITING:
             credit = self._credits.get()
         if credit is _STOP:
             raise self._closed()
-        if auto and self._watched >= _WATCHED_BATCHES and self._is_behind(credit):
+        pace = self._pace
+        if pace is None or pace.stays:
+            self._wait_until_done(credit)
+            return self._produce(stream)
+        if not pace.is_watching and self._is_behind(credit):
             self._credits.put(credit)
             self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
             return self.take(stream)
         self._wait_until_done(credit)
-        watching = auto and self._watched < _WATCHED_BATCHES
-        before = global_random_state(self._device) if watching else None
+        pace.begin()
         ticket = self._produce(stream)
-        if self._options.fetch == "caller":
-            self._shared.note_path("caller", "fetch='caller' was asked for")
-        elif auto and not ticket.final:
-            self._here += 1
-            if watching:
-                self._watch(before)
-            if self._fetch == "auto" and self._watched >= _WATCHED_BATCHES:
-                self._choose(body)
-        self._returned = perf_counter()
+        if not ticket.final:
+            if pace.end(self._fetch_seconds, self._send_seconds):
+                self._start(pace.reason)
+            else:
+                self._on_caller_stream = not pace.is_watching and self._transfer.suits_consumer_stream()
+                self._shared.note_path("caller", pace.reason)
         return ticket
-
-    def _watch(self, before: Any) -> None:
-        """See whether the batch just fetched, or the loop before it, drew random numbers (contract 10)."""
-        after = global_random_state(self._device)
-        self._watched += 1
-        if self._watched > 1:  # a sampler that seeds itself draws for the first batch, as in the plain loop
-            if before != after:
-                self._stay(
-                    "the loader or the transform draws from this process's global random generators, and fetching "
-                    "ahead would change the draws; num_workers=1 or fetch='thread' prefetches"
-                )
-            elif before != self._random_state and not torchloader.has_workers(self._source):
-                self._stay(
-                    "the loop draws from this process's global random generators, and would race with a loader that "
-                    "began to; num_workers=1 or fetch='thread' prefetches"
-                )
-        self._random_state = after
-
-    def _stay(self, reason: str) -> None:
-        self._watched = _WATCHED_BATCHES
-        self._fetch = "caller"
-        self._shared.note_path("caller", reason)
-
-    def _choose(self, body: float) -> None:
-        """Thread or not: a hand-off pays if the loader or the loop has something to do meanwhile."""
-        if self._here > _SETTLED_BATCHES and self._here % _SETTLED_BATCHES:
-            return
-        times = self._times
-        times.append((self._fetch_seconds, self._send_seconds, body))
-        if len(times) < _RECENT_BATCHES:
-            return
-        fetch, send, body = map(min, zip(*times, strict=True))  # one batch held up by another process says nothing
-        if fetch > _SLOW_FETCH_SECONDS:
-            self._start(f"the loader takes {fetch * 1e3:.1f} ms a batch")
-        elif self._here < _WARM_BATCHES:
-            return
-        elif fetch > _QUICK_FETCH_SECONDS:
-            self._start(f"the loader takes {fetch * 1e6:.0f} us a batch")
-        elif min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send:
-            self._start(
-                f"the loop works {body * 1e6:.0f} us a batch, the loader and packing {(fetch + send) * 1e6:.0f}"
-            )
-        elif not self._on_caller_stream:
-            self._on_caller_stream = self._transfer.suits_consumer_stream()
-            self._shared.note_path(
-                "caller",
-                f"a hand-off would cost more than it hides: loader and packing take {(fetch + send) * 1e6:.0f} us, "
-                f"the loop {body * 1e6:.0f} us a batch",
-            )
 
     def _is_behind(self, done: Event) -> bool:
         if done is not None and not self._device.query(done):
@@ -269,7 +200,7 @@ class Producer:
             thread.start()
         except RuntimeError:  # no more threads to be had: the consumer's own goes on
             self._thread = None
-            self._fetch = "caller"
+            self._pace = None
             self._shared.note_path("caller", "no thread could be started")
             return
         self._shared.note_path("thread", reason)

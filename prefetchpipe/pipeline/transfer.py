@@ -11,7 +11,8 @@ import torch
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.batch.move import move
 from prefetchpipe.batch.plan import PlanCache
-from prefetchpipe.batch.tree import WalkCache, find_tensors, flatten, unflatten
+from prefetchpipe.batch.search import find_tensors
+from prefetchpipe.batch.tree import WalkCache, flatten, unflatten
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import CorruptBatchError
 from prefetchpipe.memory.pinned import PinnedMemory

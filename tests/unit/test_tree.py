@@ -25,8 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from prefetchpipe.batch import containers, tree
-from prefetchpipe.batch.tree import WalkCache, find_tensors, flatten, register_batch_type, unflatten
+from prefetchpipe.batch import containers, search, tree
+from prefetchpipe.batch.search import find_tensors
+from prefetchpipe.batch.tree import WalkCache, flatten, register_batch_type, unflatten
 
 
 def taken(batch, cache=None):
@@ -992,7 +993,7 @@ def test_find_tensors_of_subclasses_and_gradients():
 
 
 def test_find_tensors_is_bounded(monkeypatch):
-    monkeypatch.setattr(tree, "_MAX_VISITED", 10)
+    monkeypatch.setattr(search, "_MAX_VISITED", 10)
     with pytest.warns(RuntimeWarning, match="ended after"):
         find_tensors([[[]] for _ in range(100)])
     assert find_tensors(list(range(10_000))) == []

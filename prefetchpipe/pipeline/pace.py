@@ -1,0 +1,109 @@
+"""Who fetches with ``fetch="auto"``: decided by watching the first batches of a pass, and measuring."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+from prefetchpipe.device.base import Device
+from prefetchpipe.pipeline.randomness import global_random_state
+
+__all__ = ["Pace"]
+
+_WATCHED_BATCHES = 2
+_WARM_BATCHES = 4
+"""Batches of a pass before its times count: the first ones allocate."""
+
+_HANDOFF_SECONDS = 30e-6
+_HANDOFF_SHARE = 0.3
+"""What a thread costs: two wake-ups, and that everything it does takes so much longer beside another busy thread
+(docs/performance.md). It gains what the loader, or the loop, does meanwhile."""
+
+_QUICK_FETCH_SECONDS = 100e-6
+_SLOW_FETCH_SECONDS = 1e-3
+_RECENT_BATCHES = 3
+_FEWEST_BATCHES = 2
+_SETTLED_BATCHES = 16
+
+
+class Pace:
+    """Sees each batch that the consumer's own thread fetches, and says when a thread should take over.
+
+    Args:
+        device: Its default generator is watched too.
+        has_workers: Batches come from worker processes, so the data set itself cannot draw here.
+
+    Attributes:
+        stays: The caller fetches for the whole pass.
+        reason: Why things are as they are, for ``stats()``.
+    """
+
+    def __init__(self, device: Device, *, has_workers: bool) -> None:
+        self._device = device
+        self._has_workers = has_workers
+        self._batches = 0
+        self._before: Any = None
+        self._after: Any = None
+        self._returned = 0.0
+        self._body_seconds = 0.0
+        self._times: deque[tuple[float, float, float]] = deque(maxlen=_RECENT_BATCHES)
+        self.stays = False
+        self.reason = "the first batches of a pass are fetched here, to see whether the loader draws random numbers"
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether draws are still looked for; no thread may start before."""
+        return self._batches < _WATCHED_BATCHES
+
+    def begin(self) -> None:
+        """Before the loader is asked for a batch."""
+        self._body_seconds = perf_counter() - self._returned
+        if self.is_watching:
+            self._before = global_random_state(self._device)
+
+    def end(self, fetch_seconds: float, send_seconds: float) -> bool:
+        """After a batch was sent.
+
+        Returns:
+            Whether a thread should fetch from now on.
+        """
+        if self.is_watching:
+            self._watch()
+        self._batches += 1
+        starts = not self.is_watching and not self.stays and self._thread_pays(fetch_seconds, send_seconds)
+        self._returned = perf_counter()
+        return starts
+
+    def _watch(self) -> None:
+        """Whether the batch just fetched, or the loop before it, drew random numbers (contract 10)."""
+        before, self._before = self._before, None
+        after = global_random_state(self._device)
+        if self._batches > 0:  # a sampler that seeds itself draws for the first batch, as in the plain loop
+            if before != after:
+                self.stays = True
+                self.reason = (
+                    "the loader or the transform draws from this process's global random generators, and fetching "
+                    "ahead would change the draws; num_workers=1 or fetch='thread' prefetches"
+                )
+            elif before != self._after and not self._has_workers:
+                self.stays = True
+                self.reason = (
+                    "the loop draws from this process's global random generators, and would race with a loader that "
+                    "began to; num_workers=1 or fetch='thread' prefetches"
+                )
+        self._after = after
+
+    def _thread_pays(self, fetch_seconds: float, send_seconds: float) -> bool:
+        """A hand-off pays if the loader or the loop has something to do meanwhile."""
+        if self._batches > _SETTLED_BATCHES and self._batches % _SETTLED_BATCHES:
+            return False
+        self._times.append((fetch_seconds, send_seconds, self._body_seconds))
+        # The least of each: a batch held up by another process says nothing.
+        fetch, send, body = map(min, zip(*self._times, strict=True))
+        if len(self._times) < _FEWEST_BATCHES or (self._batches < _WARM_BATCHES and fetch < _SLOW_FETCH_SECONDS):
+            return False
+        times = f"loader {fetch * 1e6:.0f} us, packing {send * 1e6:.0f} us, the loop {body * 1e6:.0f} us a batch"
+        pays = fetch > _QUICK_FETCH_SECONDS or min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send
+        self.reason = f"a thread {'hides more than it costs' if pays else 'would cost more than it hides'}: {times}"
+        return bool(pays)
