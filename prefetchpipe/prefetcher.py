@@ -18,6 +18,7 @@ from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
+from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.transfer import Ticket, Transfer
@@ -226,7 +227,7 @@ class GPUPrefetcher:
             if older.has_dead_worker():
                 older.stop(why="a worker process of its loader died")
         torchloader.prepare(shared.loader)
-        source = iter(shared.loader)
+        source = in_memory_source(shared.loader, iter(shared.loader))
         producer = Producer(shared, source)
         torchloader.claim(shared.loader, producer)
         shared.newest = weakref.ref(producer)

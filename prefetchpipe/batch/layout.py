@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from prefetchpipe.batch.rows import Rows
+
 __all__ = ["ALIGNMENT", "OWN_BLOCK_BYTES", "Layout", "arriving_stride", "is_packable"]
 
 ALIGNMENT = 64
@@ -38,7 +40,7 @@ Alloc = Callable[[int], torch.Tensor]
 
 def is_packable(leaf: object) -> bool:
     """Whether ``leaf`` is plain CPU bytes with sizes and strides; anything else goes by its own ``.to``."""
-    return (
+    return isinstance(leaf, Rows) or (
         type(leaf) is torch.Tensor
         and leaf.is_cpu
         and leaf.dtype in _PACKABLE_DTYPES
@@ -251,7 +253,7 @@ def _likeness(tensor: torch.Tensor) -> tuple[int, str, tuple[int, ...], tuple[in
 
 def arriving_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides that ``tensor.to(device)`` gives: asked of torch itself, on a device without memory."""
-    if tensor.is_contiguous() and tensor.numel():
+    if isinstance(tensor, Rows) or (tensor.is_contiguous() and tensor.numel()):
         return tensor.stride()
     with torch.no_grad():
         return tensor.to("meta").stride()
@@ -280,7 +282,7 @@ def _spans(leaves: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int]], 
     inside: list[tuple[int, int]] = [(0, 0)] * len(leaves)
     by_storage: dict[int, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        storage = leaf.untyped_storage().data_ptr() if leaf.numel() else 0
+        storage = leaf.untyped_storage().data_ptr() if leaf.numel() and not isinstance(leaf, Rows) else 0
         by_storage.setdefault(storage or -1 - i, []).append(i)
     for members in by_storage.values():
         if len(members) > 1:

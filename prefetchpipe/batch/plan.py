@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from prefetchpipe.batch.layout import Layout, is_packable
+from prefetchpipe.batch.rows import Rows
 from prefetchpipe.device.base import Device
 
 __all__ = ["Plan", "PlanCache"]
@@ -76,6 +77,10 @@ class PlanCache:
         storages: list[int] = []
         host_memory = self._device.host_memory
         for leaf in leaves:
+            if isinstance(leaf, Rows):
+                parts += (Rows, leaf.dtype, leaf.shape)
+                storages.append(-1 - len(storages))
+                continue
             if type(leaf) is not torch.Tensor or not leaf.is_cpu:
                 is_here = isinstance(leaf, torch.Tensor) and self._device.is_resident(leaf)
                 parts.append((type(leaf), is_here))
@@ -100,9 +105,12 @@ class PlanCache:
 
     def _pinned_otherwise(self, plan: Plan, leaves: Sequence[Any]) -> bool:
         """Whether what is pinned has changed; the largest packed leaf stands for all."""
-        if plan.largest >= 0 and self._device.staged and self._device.is_pinned(leaves[plan.largest]):
+        if plan.largest >= 0 and self._device.staged and self._is_pinned(leaves[plan.largest]):
             return True
         return any(not self._device.is_pinned(leaves[i]) for i in plan.pinned)
+
+    def _is_pinned(self, leaf: Any) -> bool:
+        return not isinstance(leaf, Rows) and self._device.is_pinned(leaf)
 
     def _make(self, leaves: Sequence[Any]) -> Plan:
         device = self._device
@@ -110,14 +118,14 @@ class PlanCache:
         pinned = [
             i
             for i, leaf in enumerate(leaves)
-            if device.staged and i not in resident and is_packable(leaf) and _is_dense(leaf) and device.is_pinned(leaf)
+            if device.staged and i not in resident and is_packable(leaf) and _is_dense(leaf) and self._is_pinned(leaf)
         ]
         return Plan(leaves, resident, pinned)
 
 
-def _is_dense(leaf: torch.Tensor) -> bool:
+def _is_dense(leaf: torch.Tensor | Rows) -> bool:
     """Whether the elements fill one stretch of memory, in any order of dimensions."""
-    if leaf.numel() == 0:
+    if leaf.numel() == 0 or isinstance(leaf, Rows):
         return False
     if leaf.is_contiguous():
         return True

@@ -19,6 +19,7 @@ from prefetchpipe.batch import containers
 from prefetchpipe.batch.atoms import CONSTANTS, SCALARS
 from prefetchpipe.batch.containers import LEAF, LONG, Children, Constant, Handler, Spec
 from prefetchpipe.batch.move import array_to_tensor
+from prefetchpipe.batch.rows import Gathered, Stacked
 
 _BUILT_IN_HANDLERS: dict[type, Handler] = {
     list: containers.walk_list,
@@ -29,7 +30,7 @@ _BUILT_IN_HANDLERS: dict[type, Handler] = {
 }
 _MAX_CACHED_TYPES = 4096  # programs that make a new class per batch must not grow without bound
 _MAX_DEPTH = 64  # nesting at which the walk starts to look for cycles
-_BASE_LEAF_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_BASE_LEAF_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, Gathered, Stacked))
 # Python classes that keep their content in one attribute.
 _WRAPPERS: dict[type, str] = {
     collections.UserDict: "data",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from prefetchpipe.batch.layout import Layout
+from prefetchpipe.batch.rows import Rows, copy_all
 from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.memory.ring import Slot
 from prefetchpipe.pipeline.threadstate import limit_packing_threads
@@ -55,7 +56,7 @@ def stage(
         if layout.nbytes > _PIECE_BYTES:
             _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream)
             return arrived, memory
-        torch._foreach_copy_(views, sources)
+        copy_all(views, sources)
     for target, piece in zip(memory, pieces, strict=True):
         device.copy(target, piece, stream)
     return arrived, memory
@@ -78,8 +79,8 @@ def _stage_large(
             rest.append(number)
             continue
         target, piece, source = memory[span.block], pieces[span.block], sources[number]
-        if span.nbytes <= _PIECE_BYTES or not source.is_contiguous():
-            views[number].copy_(source)
+        if span.nbytes <= _PIECE_BYTES or isinstance(source, Rows) or not source.is_contiguous():
+            copy_all([views[number]], [source])
             device.copy(target, piece, stream)
             continue
         flat = source.view(-1).view(torch.uint8)
@@ -91,7 +92,7 @@ def _stage_large(
             piece[start:end].copy_(flat[start:end])
             device.copy(to[start:end], piece[start:end], stream)
     if rest:
-        torch._foreach_copy_([views[i] for i in rest], [sources[i] for i in rest])
+        copy_all([views[i] for i in rest], [sources[i] for i in rest])
         device.copy(memory[layout.slab], pieces[layout.slab], stream)
 
 
@@ -130,7 +131,7 @@ class Packers:
         error: BaseException | None = None
         try:
             if own[0]:
-                torch._foreach_copy_(*own)
+                copy_all(*own)
         except BaseException as caught:  # noqa: BLE001 - the others must be waited for first: they write the slot
             error = caught
         for _ in range(1, self._count):
@@ -143,7 +144,7 @@ class Packers:
         while (share := self._work.get()) is not None:
             try:
                 with torch.no_grad():
-                    torch._foreach_copy_(*share)
+                    copy_all(*share)
                 self._done.put(None)
             except BaseException as error:  # noqa: BLE001 - raised again where the batch is sent
                 self._done.put(error)

@@ -11,6 +11,7 @@ import torch
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.batch.move import move
 from prefetchpipe.batch.plan import PlanCache
+from prefetchpipe.batch.rows import copy_all
 from prefetchpipe.batch.search import find_tensors
 from prefetchpipe.batch.tree import WalkCache, flatten, unflatten
 from prefetchpipe.device.base import Device, Event, Stream
@@ -200,7 +201,7 @@ class Transfer:
         self._last_bytes = layout.nbytes
         if self._ring is None or not layout.nbytes:
             arrived, _ = layout.allocate(device.empty, device.alloc)
-            torch._foreach_copy_(arrived, leaves)
+            copy_all(arrived, leaves)
             return arrived, []
         slot = self._ring.acquire(layout.nbytes)
         if slot is None:

@@ -1,0 +1,233 @@
+"""Loaders over data in memory, whose rows can be brought straight to where a batch is packed.
+
+A ``DataLoader`` without workers and with torch's own collate function would fetch each sample, stack the samples into a
+new tensor, and leave that to be packed. Here the samples are stacked where the batch is packed; those of a
+``TensorDataset`` are not even fetched, but gathered by index. Values, order and random draws are torch's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import default_collate as torch_collate
+
+from prefetchpipe.batch.move import array_to_tensor
+from prefetchpipe.batch.rows import Gathered, Stacked
+
+__all__ = ["in_memory_source"]
+
+_WORTH_BYTES = 64 << 10
+"""Smaller leaves are stacked by torch itself."""
+
+
+def in_memory_source(loader: Any, iterator: Any) -> Any:
+    """``iterator``, or one that yields the same batches with rows in place of the large tensors.
+
+    Args:
+        loader: The loader.
+        iterator: ``iter(loader)``, made in the caller's thread; its sampler is used, where it is.
+    """
+    if (
+        type(loader) is not DataLoader
+        or loader.num_workers
+        or loader.batch_sampler is None
+        or loader.collate_fn is not torch_collate
+        or not hasattr(iterator, "_next_index")
+        or not hasattr(loader.dataset, "__getitem__")
+    ):
+        return iterator
+    tensors = _tensors_of(loader.dataset)
+    if tensors is None:
+        return _Stacking(loader, iterator)
+    return _Gathering(loader, iterator, *tensors)
+
+
+class _Stacking:
+    """Samples are fetched as torch does, and stacked where the batch is packed."""
+
+    def __init__(self, loader: Any, iterator: Any) -> None:
+        self._iterator = iterator
+        self._dataset = loader.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        index = self._iterator._next_index()  # noqa: SLF001 - the sampler, where torch's own fetch would ask it
+        return collate(self._fetch(index))
+
+    def _fetch(self, index: Any) -> Any:
+        """As ``torch.utils.data._utils.fetch._MapDatasetFetcher``."""
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        return fetch_many(index) if fetch_many else [self._dataset[i] for i in index]
+
+
+class _Gathering(_Stacking):
+    """Rows of a ``TensorDataset``, by index."""
+
+    def __init__(
+        self, loader: Any, iterator: Any, tensors: Sequence[torch.Tensor], subset: torch.Tensor | None
+    ) -> None:
+        super().__init__(loader, iterator)
+        self._tensors = tensors
+        self._subset = subset
+        self._chunks = _chunks_of(loader.batch_sampler)
+
+    def __next__(self) -> Any:
+        if self._chunks is not None:
+            rows = next(self._chunks)
+        else:
+            index = self._iterator._next_index()  # noqa: SLF001 - the sampler, where torch's own fetch would ask it
+            checked = _checked_index(index, len(self._dataset))
+            if checked is None:
+                return collate(self._fetch(index))
+            rows = checked
+        if self._subset is not None:
+            rows = self._subset[rows]
+        return [self._leaf(tensor, rows) for tensor in self._tensors]
+
+    def _leaf(self, tensor: torch.Tensor, rows: torch.Tensor) -> Any:
+        nbytes = len(rows) * (tensor.numel() // max(len(tensor), 1)) * tensor.dtype.itemsize
+        return Gathered(tensor, rows) if nbytes >= _WORTH_BYTES else tensor[rows]
+
+
+def _tensors_of(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
+    """The tensors behind ``dataset`` and the rows of them it means; None for another kind of data set."""
+    subset = None
+    if type(dataset) is Subset:
+        subset = _checked_index(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
+        dataset = dataset.dataset
+        if subset is None:
+            return None
+    if type(dataset) is not TensorDataset:
+        return None
+    plain = all(
+        type(t) is torch.Tensor and t.is_cpu and t.layout is torch.strided and not t.requires_grad and t.dim() > 0
+        for t in dataset.tensors
+    )
+    return (dataset.tensors, subset) if plain else None
+
+
+def _checked_index(index: Any, rows: int) -> torch.Tensor | None:
+    """``index`` as a tensor, if it is whole numbers from 0 to ``rows - 1``; torch decides about anything else."""
+    if isinstance(index, torch.Tensor):
+        if index.dtype is not torch.int64 or index.dim() != 1:
+            return None
+        tensor = index
+    elif isinstance(index, (list, range)) and set(map(type, index)) == {int}:
+        tensor = torch.from_numpy(np.fromiter(index, np.int64, len(index)))
+    else:
+        return None
+    low, high = (int(value) for value in tensor.aminmax()) if len(tensor) else (0, 0)
+    return tensor if low >= 0 and high < rows else None
+
+
+# Torch's own samplers, without a Python number per row
+
+
+def _chunks_of(batch_sampler: Any) -> Iterator[torch.Tensor] | None:
+    """The batches of torch's own samplers as tensors; None for another sampler.
+
+    Nothing is drawn before the first batch is asked for, as with the sampler itself.
+    """
+    if type(batch_sampler) is not BatchSampler or not _draws_as_known():
+        return None
+    sampler = batch_sampler.sampler
+    if type(sampler) is SequentialSampler:
+        order = _sequential(sampler)
+    elif type(sampler) is RandomSampler and not sampler.replacement:
+        order = _permuted(sampler)
+    else:
+        return None
+    return _batched(order, batch_sampler.batch_size, drop_last=batch_sampler.drop_last)
+
+
+def _sequential(sampler: Any) -> Iterator[torch.Tensor]:
+    yield torch.arange(len(sampler.data_source))
+
+
+def _permuted(sampler: Any) -> Iterator[torch.Tensor]:
+    """As ``RandomSampler.__iter__`` without replacement."""
+    rows = len(sampler.data_source)
+    generator = sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    for _ in range(sampler.num_samples // rows):
+        yield torch.randperm(rows, generator=generator)
+    yield torch.randperm(rows, generator=generator)[: sampler.num_samples % rows]
+
+
+def _batched(order: Iterator[torch.Tensor], size: int, *, drop_last: bool) -> Iterator[torch.Tensor]:
+    """As ``BatchSampler.__iter__``."""
+    left = torch.empty(0, dtype=torch.int64)
+    for part in order:
+        rows = torch.cat((left, part)) if len(left) else part
+        whole = len(rows) // size * size
+        yield from rows[:whole].split(size) if whole else ()
+        left = rows[whole:]
+    if len(left) and not drop_last:
+        yield left
+
+
+@cache
+def _draws_as_known() -> bool:
+    """Whether this torch's samplers give what is rebuilt here, and leave their generator in the same state."""
+    data = range(7)
+    for size, drop_last in itertools.product((2, 3, 7), (False, True)):
+        theirs, ours = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+        sampler = RandomSampler(data, num_samples=10, generator=theirs)
+        want = list(BatchSampler(sampler, size, drop_last))
+        got = _batched(_permuted(RandomSampler(data, num_samples=10, generator=ours)), size, drop_last=drop_last)
+        if [rows.tolist() for rows in got] != want or not torch.equal(theirs.get_state(), ours.get_state()):
+            return False
+    return True
+
+
+# Torch's collate function, with large stacks left to be filled in
+
+
+def collate(samples: Any) -> Any:  # noqa: PLR0911 - a list of kinds, one line each
+    """``torch.utils.data.default_collate``, with rows in place of large tensors.
+
+    Source: torch/utils/data/_utils/collate.py. Only the plain types are taken apart here; the rest is torch's.
+    """
+    if type(samples) not in (list, tuple) or not samples:
+        return torch_collate(samples)
+    kind = type(samples[0])
+    if any(type(sample) is not kind for sample in samples):
+        return torch_collate(samples)
+    if kind is torch.Tensor:
+        return _stacked(samples, samples)
+    if kind is np.ndarray and samples[0].ndim and samples[0].dtype.kind in "biufc":
+        tensors = [array_to_tensor(sample) for sample in samples]
+        return _stacked(tensors, samples) if all(tensor is not None for tensor in tensors) else torch_collate(samples)
+    if kind in (tuple, list) and len({len(sample) for sample in samples}) == 1:
+        return [collate(column) for column in zip(*samples, strict=True)]
+    if kind is dict:
+        return {key: collate([sample[key] for sample in samples]) for key in samples[0]}
+    return torch_collate(samples)
+
+
+def _stacked(tensors: Sequence[Any], samples: Any) -> Any:
+    first = tensors[0]
+    if first.numel() * first.dtype.itemsize * len(tensors) < _WORTH_BYTES:
+        return torch_collate(samples)
+    alike = all(
+        t.shape == first.shape
+        and t.dtype == first.dtype
+        and t.is_cpu
+        and t.layout is torch.strided
+        and not t.requires_grad
+        and not t.is_quantized
+        and not t.is_nested
+        for t in tensors
+    )
+    return Stacked(tensors) if alike else torch_collate(samples)
