@@ -137,11 +137,7 @@ def _measure(options: argparse.Namespace, rows: Sequence[Row], **chosen: object)
     if out is None and not options.quick:
         out = _RESULTS / f"{now().replace(':', '').replace('-', '')}.json"
     context = Context(env, settings, Progress(quiet=options.quiet))
-    result = run(rows, context, _recorded(options), out)  # type: ignore[arg-type]
-    if options.commit:
-        result.git_commit = options.commit
-        if out is not None:
-            schema.save(result, out)
+    result = run(rows, context, _recorded(options), out, commit=options.commit)  # type: ignore[arg-type]
     parts = [full_table(result), race_table(result), values_table(result)]
     print("\n\n".join(part for part in parts if part))
     if getattr(options, "charts", False) and out is not None:

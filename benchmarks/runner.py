@@ -26,10 +26,12 @@ FACTORS = {"transfer": 0.0, "balanced": 1.0, "compute": 3.5}
 """Compute per step of each regime, in units of the row's basis."""
 
 
-def run(rows: list[Row], context: Context, command: list[str], out: Path | None) -> Result:
+def run(
+    rows: list[Row], context: Context, command: list[str], out: Path | None, *, commit: str | None = None
+) -> Result:
     """Run ``rows`` one after another; the file is written after each, so that nothing is lost with a later one."""
     env, progress = context.env, context.progress
-    result = Result(now(), command, describe_machine(env), versions(), git_commit())
+    result = Result(now(), command, describe_machine(env), versions(), commit or git_commit())
     start = time.perf_counter()
     # The pools are large and live long: keep them out of the collections between the windows.
     gc.collect()

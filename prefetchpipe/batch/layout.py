@@ -190,8 +190,13 @@ class Layout:
             out[i] = empty(leaf.shape, leaf.stride, leaf.dtype)
         return out, memory
 
-    def slot_views(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """Destinations of the spans inside ``slot`` (flat ``uint8``, at least ``nbytes``), for ``copy_``."""
+    @property
+    def count(self) -> int:
+        """Number of spans."""
+        return len(self.spans)
+
+    def slot_views(self, slot: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inside ``slot`` (flat ``uint8``, at least ``nbytes``): where spans are packed, and each block's bytes."""
         views = []
         for span in self.spans:
             if span.storage_offset >= 0:
@@ -201,7 +206,7 @@ class Layout:
             view = torch.empty(0, dtype=leaf.dtype, device="cpu")
             start = span.slot_offset // leaf.dtype.itemsize
             views.append(view.set_(slot.untyped_storage(), start, leaf.shape, leaf.stride))
-        return views
+        return views, [slot[block.slot_offset : block.slot_offset + block.nbytes] for block in self.blocks]
 
     def sources(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What ``copy_`` reads for each span."""

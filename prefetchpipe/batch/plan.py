@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from prefetchpipe.batch.few import FewLeaves
 from prefetchpipe.batch.layout import Layout, is_packable
 from prefetchpipe.batch.rows import Rows
 from prefetchpipe.device.base import Device
@@ -40,8 +41,18 @@ class Plan:
         self.packed = [i for i, leaf in enumerate(leaves) if i not in taken and is_packable(leaf)]
         taken.update(self.packed)
         self.moved = [i for i in range(len(leaves)) if i not in taken]
-        self.layout = Layout([leaves[i] for i in self.packed]) if self.packed else None
+        self.layout: Layout | FewLeaves | None = Layout([leaves[i] for i in self.packed]) if self.packed else None
         self.largest = max(self.packed, key=lambda i: leaves[i].numel() * leaves[i].dtype.itemsize, default=-1)
+
+    @classmethod
+    def of_few(cls, leaves: Sequence[Any]) -> Plan:
+        """For leaves of which none is resident or pinned, and for which :class:`FewLeaves` is enough."""
+        plan = cls.__new__(cls)
+        plan.resident = plan.pinned = plan.moved = []
+        plan.packed = list(range(len(leaves)))
+        plan.layout = FewLeaves(leaves)
+        plan.largest = 0
+        return plan
 
 
 class PlanCache:
@@ -62,16 +73,16 @@ class PlanCache:
 
     def get(self, leaves: Sequence[Any]) -> Plan:
         """The plan for a batch with these leaves."""
-        key = self._key(leaves)
+        key, storages = self._key(leaves)
         plan = self._plans.get(key)
         self._count += 1
         if plan is None or (self._count % _PINNED_CHECK == 0 and self._pinned_otherwise(plan, leaves)):
             if len(self._plans) >= self._LIMIT:
                 self._plans.clear()
-            plan = self._plans[key] = self._make(leaves)
+            plan = self._plans[key] = self._make(leaves, storages)
         return plan
 
-    def _key(self, leaves: Sequence[Any]) -> Key:
+    def _key(self, leaves: Sequence[Any]) -> tuple[Key, list[int]]:
         """Dtypes, shapes, strides, flags, and which leaves share a storage where."""
         parts: list[object] = []
         storages: list[int] = []
@@ -101,7 +112,7 @@ class PlanCache:
             for i, (leaf, storage) in enumerate(zip(leaves, storages, strict=True)):
                 if storage > 0:
                     parts.append((first.setdefault(storage, i), leaf.storage_offset()))
-        return tuple(parts)
+        return tuple(parts), storages
 
     def _pinned_otherwise(self, plan: Plan, leaves: Sequence[Any]) -> bool:
         """Whether what is pinned has changed; the largest packed leaf stands for all."""
@@ -112,8 +123,13 @@ class PlanCache:
     def _is_pinned(self, leaf: Any) -> bool:
         return not isinstance(leaf, Rows) and self._device.is_pinned(leaf)
 
-    def _make(self, leaves: Sequence[Any]) -> Plan:
+    def _make(self, leaves: Sequence[Any], storages: list[int]) -> Plan:
         device = self._device
+        if FewLeaves.suits(leaves, storages) and not any(
+            (device.host_memory and device.is_resident(leaf)) or (device.staged and device.is_pinned(leaf))
+            for leaf in leaves
+        ):
+            return Plan.of_few(leaves)
         resident = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and device.is_resident(leaf)]
         pinned = [
             i

@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from prefetchpipe.batch.few import FewLeaves
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.device.base import Device, Event, HostBlock
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
@@ -32,7 +33,7 @@ class Slot:
         self.block: HostBlock | None = None
         self.event = event
         self.used = False
-        self._views: dict[int, tuple[Layout, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._views: dict[int, tuple[Layout | FewLeaves, list[torch.Tensor], list[torch.Tensor]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -45,16 +46,15 @@ class Slot:
         assert self.block is not None
         return self.block.tensor
 
-    def views(self, layout: Layout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def views(self, layout: Layout | FewLeaves) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where the spans of ``layout`` are packed, and where its blocks are copied from; made once per layout."""
         found = self._views.get(id(layout))
         if found is None:
             if len(self._views) >= self._VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # a later pass may pack into them outside inference mode
-                blocks = [self.tensor[b.slot_offset : b.slot_offset + b.nbytes] for b in layout.blocks]
                 # The layout is kept beside its views, so that its id cannot pass to another one.
-                found = self._views[id(layout)] = (layout, layout.slot_views(self.tensor), blocks)
+                found = self._views[id(layout)] = (layout, *layout.slot_views(self.tensor))
         return found[1], found[2]
 
     def replace(self, block: HostBlock | None) -> HostBlock | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from prefetchpipe.batch.few import FewLeaves
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.batch.rows import Rows, copy_all
 from prefetchpipe.device.base import Device, Stream
@@ -28,7 +29,7 @@ _MAX_PACKERS = 4
 
 def stage(
     device: Device,
-    layout: Layout,
+    layout: Layout | FewLeaves,
     slot: Slot,
     *,
     leaves: Sequence[torch.Tensor],
@@ -45,7 +46,7 @@ def stage(
     """
     views, pieces = slot.views(layout)
     sources = layout.sources(leaves)
-    if packers is not None and len(sources) >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
+    if packers is not None and layout.count >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
         packers.start(views, sources)
         try:
             arrived, memory = layout.allocate(device.empty, device.alloc)
@@ -53,7 +54,7 @@ def stage(
             packers.finish()  # also if the device is full: they are writing the slot
     else:
         arrived, memory = layout.allocate(device.empty, device.alloc)
-        if layout.nbytes > _PIECE_BYTES:
+        if layout.nbytes > _PIECE_BYTES and isinstance(layout, Layout):
             _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream)
             return arrived, memory
         copy_all(views, sources)

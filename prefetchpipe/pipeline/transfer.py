@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from prefetchpipe.batch.few import FewLeaves
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.batch.move import move
 from prefetchpipe.batch.plan import PlanCache
@@ -192,7 +193,7 @@ class Transfer:
         return out
 
     def _send_packed(
-        self, layout: Layout, leaves: list[torch.Tensor], stream: Stream
+        self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Through a slot; straight into the final memory where that is the host's."""
         device = self._device
@@ -215,7 +216,7 @@ class Transfer:
             device.record(slot.event, stream)
 
     def _send_pageable(
-        self, layout: Layout, leaves: list[torch.Tensor], stream: Stream
+        self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slot = Slot(self._device.new_event())
         slot.replace(_PageableBlock(layout.nbytes))

@@ -12,7 +12,6 @@ __all__ = ["MUTANTS", "Mutant"]
 
 _ORDERING = "tests/unit/test_ordering.py::"
 _MEMORY = "tests/cases/test_memory.py::"
-_VALUES = "tests/cases/test_values.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +186,22 @@ MUTANTS = (
         4,
         _ordering("test_c4_memory_of_a_slow_device_is_bounded"),
     ),
+    Mutant(
+        "the producer's thread takes memory from the pool of another stream than it copies on",
+        PRODUCER,
+        "self._device.bind_thread()",
+        "pass",
+        4,
+        _ordering("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
+    ),
+    Mutant(
+        "a batch sent by the caller takes memory from the pool of the caller's stream",
+        PRODUCER,
+        "with self._device.on_copy_stream():",
+        "with nullcontext():",
+        4,
+        _ordering("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
+    ),
     # Contract 5: the source may reuse its buffer
     Mutant(
         "a pinned source that may be reused is not waited for",
@@ -211,6 +226,14 @@ MUTANTS = (
         "for _ in ():",
         5,
         _ordering("test_c5_packing_has_ended_when_it_says_so"),
+    ),
+    Mutant(
+        "a batch is copied before the packing threads have ended",
+        STAGING,
+        "packers.finish()  # also",
+        "pass  # also",
+        5,
+        _ordering("test_c5_many_leaves_are_packed_before_they_are_copied"),
     ),
     # Contract 6: slots, pinned and pageable sources
     Mutant(
@@ -395,6 +418,6 @@ MUTANTS = (
         "with torch._C._AutoDispatchBelowADInplaceOrView():",
         "if True:",
         2,
-        ("tests/property/test_layout.py::test_c2_a_change_of_one_leaf_is_no_change_of_its_neighbours",),
+        ("tests/property/test_layout.py::test_c2_neighbours_in_a_slab_are_no_views",),
     ),
 )

@@ -35,7 +35,7 @@ DTYPES = [
 ]
 STORAGE_BYTES = 4096
 
-moderate = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+moderate = settings(max_examples=120, deadline=None, derandomize=True, database=None)
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,6 @@ def share_a_storage(one: Recipe, other: Recipe) -> bool:
     return one.storage >= 0 and one.storage == other.storage
 
 
-@pytest.fixture(params=["cpu", "sim"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(params=[64, 1 << 20], ids=["large", "small"], autouse=True)
 def own_block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves of a few bytes are treated like those of a few megabytes, and the other way round."""
@@ -122,7 +117,24 @@ def own_block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 each_device = pytest.mark.parametrize("kind", ["cpu", "sim"])
-each_size = pytest.mark.parametrize("size", [64, 1 << 20], ids=["large", "small"])
+
+
+@each_device
+def test_c2_neighbours_in_a_slab_are_no_views(kind: str) -> None:
+    out = arrived([torch.ones(3), torch.ones(2, 2), torch.ones(())], kind)
+    assert [leaf._is_view() for leaf in out] == [False] * 3
+    out[0].add_(1)
+    assert [leaf._version for leaf in out[1:]] == [out[2]._version] * 2
+    assert out[0]._version > out[1]._version
+
+
+@each_device
+def test_c12_an_expanded_view_beside_what_it_is_a_view_of(kind: str) -> None:
+    """Torch refuses to write through such a view, so it arrives with the storage that it shares."""
+    column = torch.tensor([[1.0], [2.0]])
+    mask, wide = arrived([column, column.expand(2, 3)], kind)
+    assert mask.tolist() == [[1], [2]]
+    assert wide.tolist() == [[1, 1, 1], [2, 2, 2]]
 
 
 @each_device

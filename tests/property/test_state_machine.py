@@ -38,7 +38,7 @@ MOST_LIVE = 4
 SECONDS = st.sampled_from([0.0, 0.0, 1e-6, 1e-3, 0.05])
 
 moderate = settings(
-    max_examples=120,
+    max_examples=250,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -5,6 +5,7 @@ Named after the contracts. tests/mutants removes them from the code one by one a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import threading
@@ -214,6 +215,16 @@ def test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy(fetch: str) -> No
     assert read_all(device, GPUPrefetcher(rows(), device, fetch=fetch), 8) == ONE_TO_EIGHT
 
 
+def test_c5_many_leaves_are_packed_before_they_are_copied() -> None:
+    """By several threads, while device memory is taken."""
+    device = SimulatedDevice(bandwidth=1e9)
+    source = Source(lambda index: [torch.full((40_000,), float(index * 10 + leaf)) for leaf in range(9)], 6)
+    kept = list(GPUPrefetcher(source, device, copy_threads=4, fetch="thread"))
+    device.synchronize()
+    for index, batch in enumerate(kept):
+        assert [leaf.unique().tolist() for leaf in batch] == [[float(index * 10 + leaf)] for leaf in range(9)]
+
+
 def test_c5_packing_has_ended_when_it_says_so() -> None:
     """The share of another thread, held up until the packing one waits for it."""
     packers = Packers(2, "prefetchpipe-packing-test")
@@ -408,29 +419,62 @@ def test_c1_what_a_dropped_pass_took_from_a_one_shot_source_is_not_lost(fetch: s
 
 def test_c1_two_passes_over_one_iterator_take_turns() -> None:
     class OneShot:
-        """Says so if it is entered twice, for which it waits a moment."""
-
         def __init__(self) -> None:
             self.numbers = iter(range(6))
-            self.inside = 0
-            self.overlap = threading.Event()
+            self.overlap = Overlap()
 
         def __iter__(self) -> OneShot:
             return self
 
         def __next__(self) -> int:
-            self.inside += 1
-            if self.inside > 1:
-                self.overlap.set()
-            self.overlap.wait(0.02)
-            self.inside -= 1
+            self.overlap.pass_through()
             return next(self.numbers)
 
     source = OneShot()
     prefetcher = GPUPrefetcher(source, "cpu", depth=1, fetch="thread")
     both = Thread(lambda: list(prefetcher)), Thread(lambda: list(prefetcher))
     assert sorted(both[0].result() + both[1].result()) == list(range(6))
-    assert not source.overlap.is_set()
+    assert not source.overlap.seen.is_set()
+
+
+class Overlap:
+    """Code that must not be entered twice at once; waits a moment for somebody who does."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.seen = threading.Event()
+
+    def pass_through(self) -> None:
+        self.inside += 1
+        if self.inside > 1:
+            self.seen.set()
+        self.seen.wait(0.02)
+        self.inside -= 1
+
+
+def test_c1_two_threads_at_one_iterator_do_not_send_at_once() -> None:
+    """In the caller's thread there is one ring too. Like a generator, the iterator may refuse the second one."""
+    device = SimulatedDevice()
+    overlap = Overlap()
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        overlap.pass_through()
+        return batch
+
+    iterator = iter(GPUPrefetcher(plain(6), device, transform=transform, fetch="caller"))
+
+    def consume() -> list[torch.Tensor]:
+        mine = []
+        with contextlib.suppress(RuntimeError, ValueError):
+            for batch in iterator:
+                mine.append(batch)  # noqa: PERF402  what came before an error counts
+        return mine
+
+    both = Thread(consume), Thread(consume)
+    batches = both[0].result() + both[1].result()
+    device.synchronize()
+    assert not overlap.seen.is_set()
+    assert sorted(float(batch.max()) for batch in batches) == list(range(1, 7))
 
 
 # Contracts 8, 9 and 11
@@ -466,6 +510,61 @@ def test_c9_closing_drops_the_batches_that_were_ahead() -> None:
     assert device.allocated_bytes == 0
     with pytest.raises(IteratorClosedError):
         next(iterator)
+
+
+def test_c9_closing_while_another_thread_fetches_for_itself() -> None:
+    """Its batch is still to be sent: the ring is not to be given back, or handed to another pass, under its hands."""
+    device = SimulatedDevice()
+    entered, leave = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[torch.Tensor]:
+        yield filled(0)
+        entered.set()
+        assert leave.wait(TIMEOUT)
+        yield filled(1)
+
+    class Loader:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return rows()
+
+    prefetcher = GPUPrefetcher(Loader(), device, fetch="caller")
+    iterator = iter(prefetcher)
+    next(iterator)
+    consumer = Thread(lambda: next(iterator, None))
+    assert entered.wait(TIMEOUT)
+    prefetcher.close()
+    leave.set()
+    with contextlib.suppress(IteratorClosedError):
+        batch = consumer.result()
+        device.synchronize()
+        assert batch.unique().tolist() == [2]
+    assert device.pinned_bytes == 0
+    assert prefetcher.stats().pinned_bytes == 0
+
+
+def test_c9_the_last_reference_to_an_iterator_may_go_in_its_producers_thread() -> None:
+    """The collector runs in any thread: what the batch under way is sent with is given back after it."""
+    device = SimulatedDevice()
+    leave = threading.Event()
+    holder: list[Any] = []
+
+    def rows() -> Iterator[torch.Tensor]:
+        yield filled(0)
+        assert leave.wait(TIMEOUT)
+        holder.clear()
+        yield filled(1)
+
+    class Loader:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return rows()
+
+    before = our_threads()
+    holder.append(iter(GPUPrefetcher(Loader(), device, fetch="thread")))
+    next(holder[0])
+    leave.set()
+    assert join_ours(before) == set()
+    device.synchronize()
+    assert (device.pinned_bytes, device.allocated_bytes) == (0, 0)
 
 
 def test_c9_closing_wakes_a_consumer_that_waits_in_another_thread() -> None:
