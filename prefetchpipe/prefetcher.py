@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import copy
-import threading
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
 
 from prefetchpipe.device import resolve
 from prefetchpipe.device.base import Device
-from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.datasets import in_memory_source
-from prefetchpipe.pipeline.producer import Producer
+from prefetchpipe.pipeline.producer import Producer, exiting
+from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
-from prefetchpipe.pipeline.transfer import Ticket, Transfer
-from prefetchpipe.stats import Counters, Stats
+from prefetchpipe.pipeline.transfer import Ticket
+from prefetchpipe.stats import Stats
 
 __all__ = ["GPUPrefetcher"]
 
@@ -34,78 +34,13 @@ _live: weakref.WeakSet[Producer] = weakref.WeakSet()
 @atexit.register
 def _leave_all() -> None:
     """Interpreter exit: before torch's and multiprocessing's own hooks, which were registered earlier."""
+    exiting.set()
     for producer in list(_live):
         producer.stop(why="the interpreter exits")
 
 
-class Shared:
-    """What the passes of one prefetcher share. Held by them and by the prefetcher; holds neither."""
-
-    def __init__(self, loader: Any, device: Device, options: Options) -> None:
-        self.loader = loader
-        self.device = device
-        self.options = options
-        self.counters = Counters(options.depth)
-        self.memory = PinnedMemory(device, options.max_pinned_bytes)
-        self.one_shot_lock = threading.RLock()  # two passes over one iterator: Python lets one call at a time
-        self.depth_warned = False
-        self.newest: weakref.ref[Producer] | None = None
-        self.state: Any = None
-        self.has_state = callable(getattr(loader, "state_dict", None))
-        self._lock = threading.Lock()  # guards what follows: passes end in several threads
-        self._idle: list[Transfer] = []
-        self._leased: dict[int, int] = {}
-        self._generation = 0
-        self._carried: list[Ticket] = []
-
-    def lease_transfer(self) -> Transfer:
-        """A transfer for one pass, with the pinned ring of an earlier one where there is one."""
-        with self._lock:
-            transfer = self._idle.pop() if self._idle else None
-        if transfer is None:
-            transfer = Transfer(self.device, self.options, self.memory, self.counters)
-        with self._lock:
-            self._leased[id(transfer)] = self._generation
-        return transfer
-
-    def return_transfer(self, transfer: Transfer) -> None:
-        """One idle ring is kept for the next pass; the memory of others, and of closed passes, goes back."""
-        with self._lock:
-            if self._leased.pop(id(transfer), -1) == self._generation and not self._idle:
-                self._idle.append(transfer)
-                return
-        transfer.close()
-
-    def close(self) -> None:
-        """Give back what idle passes hold; those under way give back theirs when they end."""
-        with self._lock:
-            self._generation += 1
-            idle, self._idle = self._idle, []
-            self._carried.clear()
-        for transfer in idle:
-            transfer.close()
-
-    def carry(self, tickets: list[Ticket]) -> None:
-        """Batches taken out of a one-shot source and not delivered: the next pass begins with them (contract 1)."""
-        with self._lock:
-            self._carried.extend(tickets)
-
-    def take_carried(self) -> list[Ticket]:
-        """What an earlier pass left."""
-        with self._lock:
-            carried, self._carried = self._carried, []
-        return carried
-
-    def note_path(self, path: str, reason: str) -> None:
-        """For ``stats()``."""
-        self.counters.path = path
-        self.counters.path_reason = reason
-
-    def capture_state(self, producer: Producer) -> Any:
-        """The loader's state now, for the batch just fetched (contract 11)."""
-        if self.has_state and self.newest is not None and self.newest() is producer:
-            return copy.deepcopy(self.loader.state_dict())
-        return None
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_live.clear)  # the child has no producers, only copies of these objects
 
 
 class _Pass(Iterator[Any]):
@@ -117,46 +52,64 @@ class _Pass(Iterator[Any]):
         self._device = self._shared.device
         self._producer: Producer | None = producer
         self._static = static
-        self._finalizer = weakref.finalize(self, producer.stop)
+        self._is_closed = False
+        producer.attach()
+        self._finalizer = weakref.finalize(self, producer.detach)
         self._finalizer.atexit = False
 
     def __next__(self) -> Any:
         producer = self._producer
         if producer is None:
             raise StopIteration
+        if self._is_closed:
+            raise IteratorClosedError("this iterator was closed; iter(prefetcher) starts a new pass")
         stream = self._device.current_stream()
         done = producer.mark_done(stream)  # contract 4: everything about the batch before this one is behind it
         producer.transfer.consumer_stream = stream
         ticket = producer.take(stream)
         if ticket.final:
             self._end(producer, ticket)
-        batch = producer.transfer.deliver(ticket, stream)
-        if self._static is not None:
-            batch = self._static.fill(batch)
-        if self._shared.has_state:
-            self._shared.state = ticket.state
+        try:
+            batch = producer.transfer.deliver(ticket, stream)
+            if self._static is not None:
+                batch = self._static.fill(batch)
+        except BaseException:
+            self._producer = None  # contract 7: an error ends the pass, wherever it is met
+            producer.stop(why="an error ended it")
+            raise
+        self._note_state(producer, ticket)
         self._shared.counters.batches += 1
         producer.allow(done)
         return batch
+
+    def _note_state(self, producer: Producer, ticket: Ticket) -> None:
+        if self._shared.has_state and self._shared.is_newest(producer):
+            self._shared.state = ticket.state
 
     def _end(self, producer: Producer, ticket: Ticket) -> None:
         self._producer = None
         error, ticket.error = ticket.error, None
         if error is None:
             producer.finish()
-            if self._shared.has_state:
-                self._shared.state = ticket.state
+            self._note_state(producer, ticket)
             raise StopIteration
+        context = error.__context__
         try:
             producer.fail()
             raise error
+        except BaseException as raised:
+            if raised is error and context is not None:
+                # `raise` put what the consumer is just handling in the place of the loader's own context.
+                with suppress(AttributeError, TypeError):
+                    error.__context__ = context
+            raise
         finally:
             del error  # the traceback refers to this frame
 
     def close(self) -> None:
         """End this pass; advancing it afterwards raises :class:`~prefetchpipe.errors.IteratorClosedError`."""
-        if self._producer is not None:
-            self._producer.stop(why="its iterator was closed")
+        self._is_closed = True
+        self._finalizer()
 
 
 class GPUPrefetcher:
@@ -223,12 +176,27 @@ class GPUPrefetcher:
     def __iter__(self) -> Iterator[Any]:
         """Start a pass. ``iter(loader)`` is called here, in the calling thread; nothing is pulled yet."""
         shared = self._shared
-        for older in list(self._passes):
-            if older.has_dead_worker():
-                older.stop(why="a worker process of its loader died")
+        older = list(self._passes)
+        for producer in older:
+            if producer.has_dead_worker():
+                producer.stop(why="a worker process of its loader died")
         torchloader.prepare(shared.loader)
-        source = in_memory_source(shared.loader, iter(shared.loader))
+        source, rewound = shared.start_source()
+        if rewound:
+            shared.take_carried(source)
+        source = in_memory_source(shared.loader, source)
+        same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
+        for producer in same:
+            if rewound:
+                producer.stop(why="the loader was rewound by a newer pass")
+                shared.take_carried(source)
+            elif producer.is_live:
+                return _Pass(self, producer, self._static)  # one iterator: all passes over it share what it gives
         producer = Producer(shared, source)
+        if same:
+            producer.follow(same[-1])
+        else:
+            producer.adopt(shared.take_carried(source))
         torchloader.claim(shared.loader, producer)
         shared.newest = weakref.ref(producer)
         shared.state = None
@@ -277,7 +245,7 @@ class GPUPrefetcher:
     def _state_dict(self) -> Any:
         """The loader's state right after the batch last yielded; prefetched batches do not count (contract 11)."""
         state = self._shared.state
-        return self._shared.loader.state_dict() if state is None else copy.deepcopy(state)
+        return self._shared.loader.state_dict() if state is None else state.get()
 
     def _load_state_dict(self, state: Any) -> Any:
         self._shared.state = None
@@ -314,7 +282,9 @@ class GPUPrefetcher:
         shared = self._shared
         device = shared.device
         name = str(device.torch_device) if type(device).__module__.startswith("prefetchpipe.device.") else device
-        return {"loader": shared.loader, "device": name, "options": shared.options}
+        own = {key: value for key, value in vars(self).items() if key not in ("_shared", "_passes", "_static")}
+        return {"loader": shared.loader, "device": name, "options": shared.options, "own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._setup(state["loader"], resolve(state["device"]), state["options"])
+        vars(self).update(state["own"])

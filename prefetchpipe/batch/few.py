@@ -71,6 +71,10 @@ class FewLeaves:
         out = [empty(shape, stride, dtype) for shape, stride, dtype in self._leaves]
         return out, out
 
+    def targets(self, arrived: list[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
+        """See :meth:`prefetchpipe.batch.layout.Layout.targets`."""
+        return self.sources(arrived)
+
     def slot_views(self, slot: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """See :meth:`prefetchpipe.batch.layout.Layout.slot_views`."""
         pieces = [slot[start:end] for start, end in self._spans]

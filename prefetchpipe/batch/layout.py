@@ -190,6 +190,17 @@ class Layout:
             out[i] = empty(leaf.shape, leaf.stride, leaf.dtype)
         return out, memory
 
+    def targets(self, arrived: list[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Destinations of the spans in final memory, where that is the host's."""
+        targets = []
+        for span in self.spans:
+            if span.storage_offset < 0:
+                targets.append(arrived[span.leaf])
+            else:
+                start = span.slot_offset - self.blocks[span.block].slot_offset
+                targets.append(memory[span.block][start : start + span.nbytes])
+        return targets
+
     @property
     def count(self) -> int:
         """Number of spans."""
@@ -295,10 +306,12 @@ def _spans(leaves: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int]], 
             start = min(e[0] for e in extents) // ALIGNMENT * ALIGNMENT
             end = max(e[1] for e in extents)
             own = sum(leaves[i].numel() * leaves[i].dtype.itemsize for i in members)
+            # NumPy views of one array have storages of different length: the longest one covers them all.
+            longest = max(members, key=lambda i: leaves[i].untyped_storage().nbytes())
             if end - start <= _SHARED_SPAN * own + ALIGNMENT:
                 for i, extent in zip(members, extents, strict=True):
                     inside[i] = (len(spans), extent[0] - start)
-                spans.append((members[0], end - start, start))
+                spans.append((longest, end - start, start))
                 continue
         for i in members:
             inside[i] = (len(spans), 0)

@@ -111,7 +111,7 @@ class PlanCache:
             first: dict[int, int] = {}
             for i, (leaf, storage) in enumerate(zip(leaves, storages, strict=True)):
                 if storage > 0:
-                    parts.append((first.setdefault(storage, i), leaf.storage_offset()))
+                    parts.append((first.setdefault(storage, i), leaf.storage_offset(), leaf.untyped_storage().nbytes()))
         return tuple(parts), storages
 
     def _pinned_otherwise(self, plan: Plan, leaves: Sequence[Any]) -> bool:

@@ -26,7 +26,8 @@ class PinnedMemory:
 
     def __init__(self, device: Device, limit: int | None) -> None:
         self._device = device
-        self._lock = threading.Lock()  # passes of one prefetcher allocate from several threads
+        # Passes allocate in several threads; reentrant, since the collector may free another pass's ring in here.
+        self._lock = threading.RLock()
         self.limit = limit
         self.held_bytes = 0
         self.allocations = 0

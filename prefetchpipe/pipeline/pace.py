@@ -52,14 +52,18 @@ class Pace:
         self.reason = "the first batches of a pass are fetched here, to see whether the loader draws random numbers"
 
     @property
-    def is_watching(self) -> bool:
-        """Whether draws are still looked for; no thread may start before."""
+    def _is_watching(self) -> bool:
         return self._batches < _WATCHED_BATCHES
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a thread may start: nothing was seen that forbids it, and enough was seen."""
+        return not self._is_watching and not self.stays
 
     def begin(self) -> None:
         """Before the loader is asked for a batch."""
         self._body_seconds = perf_counter() - self._returned
-        if self.is_watching:
+        if self._is_watching:
             self._before = global_random_state(self._device)
 
     def end(self, fetch_seconds: float, send_seconds: float) -> bool:
@@ -68,10 +72,10 @@ class Pace:
         Returns:
             Whether a thread should fetch from now on.
         """
-        if self.is_watching:
+        if self._is_watching:
             self._watch()
         self._batches += 1
-        starts = not self.is_watching and not self.stays and self._thread_pays(fetch_seconds, send_seconds)
+        starts = self.may_start and self._thread_pays(fetch_seconds, send_seconds)
         self._returned = perf_counter()
         return starts
 

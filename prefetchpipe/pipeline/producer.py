@@ -7,7 +7,6 @@ import os
 import threading
 import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
-from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,17 @@ from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
 from prefetchpipe.pipeline.transfer import Ticket, Transfer
 
 if TYPE_CHECKING:
-    from prefetchpipe.prefetcher import Shared
+    from prefetchpipe.pipeline.shared import Shared
 
-__all__ = ["LEAVE_SECONDS", "Producer"]
+__all__ = ["LEAVE_SECONDS", "Producer", "exiting"]
 
 LEAVE_SECONDS = 0.5
 """How long leaving a pass waits for a loader that is in the middle of a batch; its thread ends by itself later."""
 
 _numbers = itertools.count(1)
+
+exiting = threading.Event()
+"""Set when the interpreter exits."""
 
 # Tokens in the credit queue beside events and None.
 _STOP = object()
@@ -38,11 +40,14 @@ _WAITING = object()
 
 
 class Producer:
-    """The inner object of a pass. The thread and the iterator hold it; it holds neither iterator nor prefetcher.
+    """The inner object of a pass. The thread and the iterators hold it; it holds neither them nor the prefetcher.
 
-    Credits bound the look-ahead: ``depth`` at the start, one more for each batch delivered. A credit carries the event
-    that the consumer's stream passes when it is done with the batch before (contract 4), so device memory in use is
-    bounded too when the GPU is slower than the loop.
+    Credits bound the look-ahead (contract 8): ``depth`` at the start, one more for each batch delivered. A credit
+    carries the event that the consumer's stream passes when it is done with the batch before (contract 4), so device
+    memory in use is bounded too when the GPU is slower than the loop.
+
+    Whoever fetches and sends a batch, the thread or a consumer, is *inside*: it holds ``_inside``. Nothing is given
+    back while somebody is; a pass that is stopped meanwhile is released by whoever leaves last.
 
     Args:
         shared: State of the prefetcher over its passes.
@@ -50,30 +55,33 @@ class Producer:
     """
 
     def __init__(self, shared: Shared, source: Any) -> None:
+        self.source = source
         self._shared = shared
-        self._source = source
         self._options = shared.options
         self._device = shared.device
         self._copy_stream = shared.device.copy_stream
-        self._transfer: Transfer = shared.lease_transfer()
+        self.transfer: Transfer = shared.lease_transfer()
         self._modes = ThreadState()
         self._reusable = not torchloader.gives_up_memory(shared.loader)
         self._number = next(_numbers)
-        threads = self._options.copy_threads or usable_cores()
-        self._transfer.packers = Packers(threads // 2, f"prefetchpipe-packing-{self._number}")
-        self._one_shot = source is shared.loader
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._ready: SimpleQueue[Ticket] = SimpleQueue()
         self._credits: SimpleQueue[Any] = SimpleQueue()
-        self._credit_count = self._options.depth
+        for _ in range(self._options.depth):
+            self._credits.put(None)
+        self._depth = self._options.depth
         self._done_events: list[Event] = []
         self._sent = 0
         self._taken = 0
         self._consumer_waits = False
+        self._inside = threading.Lock()  # see above; the holder's thread is in _insider
+        self._insider = 0
+        self._ended = False
         self._stopping = False
-        self._lock = threading.Lock()  # guards the end of the pass: consumer, closer and thread may meet there
         self._released = False
+        self._users = 0
+        self._predecessor: Producer | None = None
         self.why_closed = ""
         self._pace: Pace | None = None
         if self._options.fetch == "auto":
@@ -82,30 +90,24 @@ class Producer:
             shared.note_path(self._options.fetch, f"fetch={self._options.fetch!r} was asked for")
         self._fetch_seconds = self._send_seconds = 0.0
         self._on_caller_stream = False
-        carried = shared.take_carried() if self._one_shot else []
-        for ticket in carried:
-            self._ready.put(ticket)
-            self._sent += 1
-        for _ in range(self._options.depth - len(carried)):
-            self._credits.put(None)
+        threads = self._options.copy_threads or usable_cores()
+        self.transfer.packers = Packers(threads // 2, f"prefetchpipe-packing-{self._number}")
         if self._device.staged:
-            # Work that the caller has queued so far may be writing what the loader or the transform will read.
+            # Contract 3: work that the caller has queued may be writing what the loader or the transform will read.
             event = self._device.new_event()
             self._device.record(event, self._device.current_stream())
             self._device.wait(self._device.copy_stream, event)
 
     # The consumer's side
 
-    @property
-    def transfer(self) -> Transfer:
-        """The way to the device, leased for this pass."""
-        return self._transfer
-
     def mark_done(self, stream: Stream) -> Event:
         """An event at the tail of the consumer's stream: past it, everything about earlier batches is."""
         if not self._device.staged or self._on_caller_stream:
             return None
-        event = self._done_events.pop() if self._done_events else self._device.new_event()
+        try:
+            event = self._done_events.pop()
+        except IndexError:
+            event = self._device.new_event()
         self._device.record(event, stream)
         return event
 
@@ -119,67 +121,91 @@ class Producer:
 
         Raises:
             IteratorClosedError: The pass was closed.
+            ValueError: Called by the loader itself, while it makes a batch.
         """
         if self._stopping:
             raise self._closed()
+        if self._predecessor is not None:
+            self._follow()
         if not self._ready.empty():
             return self._ready.get()
+        if self._insider == threading.get_ident():
+            raise ValueError("the loader advances the iterator that is waiting for it")
         if self._thread is None:
             if self._options.fetch == "thread":
                 self._start("fetch='thread' was asked for")
             if self._thread is None:
                 with self._device.beside_captures():
-                    return self._produce_here(stream)
-        if not self._thread.is_alive() and self._ready.empty():
+                    ticket = self._take_here(stream)
+                if ticket is not None:
+                    return ticket
+        return self._wait()
+
+    def _wait(self) -> Ticket:
+        """For a ticket of the thread's."""
+        thread = self._thread
+        if (thread is None or not thread.is_alive()) and self._ready.empty():
             raise self._closed()  # a forked child, or a thread that ended with its pass
         started = perf_counter()
         self._consumer_waits = True
         self._credits.put(_WAITING)
         try:
-            ticket = self._ready.get()
+            return self._ready.get()
         except Exception:
-            # Raised by a signal handler inside the wait; torch's for dead workers is one, and the pass is over then.
-            self.stop(why="an error interrupted it")
+            # Raised by a signal handler inside the wait. Torch's, for a dead worker, ends the pass.
+            if torchloader.has_dead_worker(self.source):
+                self.stop(why="a worker process of its loader died")
             raise
         finally:
             self._consumer_waits = False
             self._shared.counters.stall_seconds += perf_counter() - started
+
+    def _take_here(self, stream: Stream) -> Ticket | None:
+        """The short path: no hand-off between threads. None if a thread has taken over."""
+        with self._inside:  # contract 1: a second consumer's thread waits for its turn
+            self._insider = threading.get_ident()
+            try:
+                if self._ended or self._stopping or self._thread is not None:
+                    return _end() if self._ended else None
+                credit = self._credits.get()
+                while credit is _WAITING:
+                    credit = self._credits.get()
+                if credit is _STOP:
+                    return None
+                if self._pace is not None and self._pace.may_start and self._is_behind(credit):
+                    self._credits.put(credit)
+                    self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
+                    return None
+                self._wait_until_done(credit)
+                if self._pace is None or self._pace.stays:
+                    ticket = self._modes.call(self._produce, stream)
+                else:
+                    ticket = self._paced(stream)
+                self._ended = ticket.final
+            finally:
+                self._insider = 0
+        if self.is_stopping:
+            self._ready.put(ticket)
+            self._release()
+            raise self._closed()
         return ticket
 
-    def _closed(self) -> IteratorClosedError:
-        why = self.why_closed or "it was closed"
-        return IteratorClosedError(f"this pass has ended: {why}; iter(prefetcher) starts a new one")
-
-    def _produce_here(self, stream: Stream) -> Ticket:
-        """The short path: no hand-off between threads."""
-        credit = self._credits.get()
-        while credit is _WAITING:
-            credit = self._credits.get()
-        if credit is _STOP:
-            raise self._closed()
-        pace = self._pace
-        if pace is None or pace.stays:
-            self._wait_until_done(credit)
-            return self._produce(stream)
-        if not pace.is_watching and self._is_behind(credit):
-            self._credits.put(credit)
-            self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
-            return self.take(stream)
-        self._wait_until_done(credit)
-        pace.begin()
-        ticket = self._produce(stream)
+    def _paced(self, stream: Stream) -> Ticket:
+        assert self._pace is not None
+        self._pace.begin()
+        ticket = self._modes.call(self._produce, stream)
         if not ticket.final:
-            if pace.end(self._fetch_seconds, self._send_seconds):
-                self._start(pace.reason)
+            if self._pace.end(self._fetch_seconds, self._send_seconds):
+                self._start(self._pace.reason)
             else:
-                self._on_caller_stream = not pace.is_watching and self._transfer.suits_consumer_stream()
-                self._shared.note_path("caller", pace.reason)
+                self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
+                self._shared.note_path("caller", self._pace.reason)
         return ticket
 
     def _is_behind(self, done: Event) -> bool:
         if done is not None and not self._device.query(done):
             return True
-        return self._on_caller_stream and self._transfer.is_behind()
+        return self._on_caller_stream and self.transfer.is_behind()
 
     def _wait_until_done(self, done: Event) -> None:
         """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth`` back."""
@@ -187,6 +213,12 @@ class Producer:
             if not self._device.query(done):
                 self._device.synchronize(done)
             self._done_events.append(done)
+
+    def _closed(self) -> BaseException:
+        if exiting.is_set() and threading.current_thread() is not threading.main_thread():
+            return SystemExit()  # ends a daemon thread of the user's without a word, as the exit itself would
+        why = self.why_closed or "it was closed"
+        return IteratorClosedError(f"this pass has ended: {why}; iter(prefetcher) starts a new one")
 
     # The producer's side
 
@@ -209,23 +241,24 @@ class Producer:
         try:
             self._device.bind_thread()
             limit_packing_threads(self._options.copy_threads or usable_cores())
-            while not self._stopping:
-                credit = self._credits.get()
+            while not self._ended and not self._stopping:
+                credit = self._credits.get()  # contract 8
                 if credit is _STOP:
                     break
                 if credit is _WAITING:
                     continue
                 self._wait_until_done(credit)
-                ticket = self._produce(None)
-                final = ticket.final
-                self._sent += 1
+                with self._inside:
+                    self._insider = threading.get_ident()
+                    ticket = self._produce(None)
+                    self._insider = 0
+                self._ended = ticket.final
                 self._ready.put(ticket)
                 del ticket
-                if final:
-                    break
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it (contract 7)
             self._ready.put(_failed(error))
         finally:
+            self._insider = 0
             if self._stopping:
                 self._release()
 
@@ -233,12 +266,11 @@ class Producer:
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""
         try:
             started = perf_counter()
-            with self._modes.user_code() if self._thread is not None else nullcontext(), self._source_lock():
+            with self._modes.user_code():
                 try:
-                    batch = next(self._source)
+                    batch = next(self.source)
                 except StopIteration:
-                    ticket = Ticket()
-                    ticket.final = True
+                    ticket = _end()
                     ticket.state = self._shared.capture_state(self)
                     return ticket
                 state = self._shared.capture_state(self)
@@ -249,15 +281,14 @@ class Producer:
             counters.fetch_seconds += self._fetch_seconds
             counters.send_seconds += self._send_seconds
             ticket.state = state
+            self._sent += 1
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
-            return _failed(torchloader.error_of(self._source, error))
+            return _failed(torchloader.error_of(self.source, error))
         return ticket
 
-    def _source_lock(self) -> AbstractContextManager[Any]:
-        return self._shared.one_shot_lock if self._one_shot else nullcontext()
-
     def _send(self, batch: Any, stream: Stream) -> Ticket:
-        transfer, modes, reusable = self._transfer, self._modes, self._reusable
+        transfer, modes, reusable = self.transfer, self._modes, self._reusable
+        tries = 0
         while True:
             try:
                 if self._thread is not None:
@@ -267,10 +298,11 @@ class Producer:
                 with self._device.on_copy_stream():
                     return transfer.send(batch, modes, self._copy_stream, caller=stream, reusable_source=reusable)
             except torch.OutOfMemoryError:
-                if self._thread is None or not self._wait_for_memory():
+                if self._thread is None or not self._wait_for_memory(tries):
                     raise
+                tries += 1
 
-    def _wait_for_memory(self) -> bool:
+    def _wait_for_memory(self, tries: int) -> bool:
         """The device is full (contract 15): go on with less depth once the consumer has taken a batch.
 
         Returns:
@@ -282,46 +314,74 @@ class Producer:
                 return False
             if credit is not _WAITING:
                 self._wait_until_done(credit)
-                self._credit_count -= 1
-                self._shared.counters.depth = self._credit_count
-                if not self._shared.depth_warned:
-                    self._shared.depth_warned = True
-                    warnings.warn(
-                        f"device memory is full: prefetching goes on with less than depth={self._options.depth}",
-                        PrefetchWarning,
-                        stacklevel=2,
-                    )
+                self._depth -= 1
+                self._shared.counters.depth = self._depth
+                self._warn_of_depth()
             return True
-        # Nothing of ours is left to be taken: one more try when the consumer has ended its step and asks.
-        waited = self._consumer_waits
+        # Nothing of ours is left to be taken. What may still come free: what the consumer's step holds, until it asks
+        # for the next batch, and what the GPU still reads, until its stream has passed.
+        aside: list[Any] = []
         while not self._consumer_waits:
             credit = self._credits.get()
             if credit is _STOP:
                 return False
             if credit is not _WAITING:
-                self._credits.put(credit)
-        return not waited
+                aside.append(credit)
+        for credit in aside:
+            self._credits.put(credit)
+        stream = self.transfer.consumer_stream
+        if stream is not None:
+            event = self._device.new_event()
+            self._device.record(event, stream)
+            self._device.synchronize(event)
+        return tries < 1 + self._options.depth
+
+    def _warn_of_depth(self) -> None:
+        if not self._shared.depth_warned:
+            self._shared.depth_warned = True
+            warnings.warn(
+                f"device memory is full: prefetching goes on with less than depth={self._options.depth}",
+                PrefetchWarning,
+                stacklevel=2,
+            )
 
     # The end
 
+    def attach(self) -> None:
+        """One more iterator shows this pass."""
+        self._users += 1
+
+    def detach(self) -> None:
+        """An iterator went; with the last one, the pass is left."""
+        self._users -= 1
+        if self._users <= 0:
+            self.stop()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether somebody has left the pass."""
+        return self._stopping
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the pass can go on."""
+        return not self._stopping and not self._released and not self._ended and self._pid == os.getpid()
+
     def finish(self) -> None:
         """The last ticket was taken: give everything back."""
+        self._ended = True
+        self._ready.put(_end())  # for another thread that waits at this iterator
         if self._stopping:
-            return  # whoever stops the pass does it, or the thread when the loader comes back
+            return  # whoever stops the pass gives back, or whoever is inside, when the loader comes back
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()  # it has put its last ticket and does nothing but return
+            thread.join()  # contract 9; it has put its last ticket and does nothing but return
         self._release()
-        end = Ticket()
-        end.final = True
-        self._ready.put(end)  # for another thread that waits at this iterator
 
     def fail(self) -> None:
         """The pass ended with an error."""
-        source = self._source
+        source = self.source
         self.finish()
-        if source is None:
-            return
         if torchloader.has_workers(source) and (
             torchloader.has_dead_worker(source) or not getattr(source, "_persistent_workers", False)
         ):
@@ -330,8 +390,11 @@ class Producer:
     def stop(self, *, why: str = "", seconds: float = LEAVE_SECONDS) -> bool:
         """Leave the pass: flag, wake, join, clear. May be called from any thread and more than once.
 
+        Also by the collector, in the middle of anything: then nothing is waited for that the calling thread itself
+        is inside of.
+
         Returns:
-            Whether the thread has ended; if not, it ends by itself when the loader comes back.
+            Whether everything was given back; if not, it is when the loader comes back.
         """
         if os.getpid() != self._pid:
             return True  # a forked child holds a copy of this object, not of the thread or the device
@@ -340,9 +403,11 @@ class Producer:
             self._stopping = True
             self._credits.put(_STOP)
             self._ready.put(_failed(self._closed()))  # a consumer that waits in another thread
+        if self._insider == threading.get_ident():
+            return False
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            source = self._source
+            source = self.source
             if torchloader.has_dead_worker(source):
                 torchloader.shut_down(source, self._shared.loader)
             elif source is not None:
@@ -350,43 +415,85 @@ class Producer:
             thread.join(seconds)
             if thread.is_alive():
                 return False
+        if not self._inside.acquire(timeout=min(seconds, LEAVE_SECONDS)):
+            return thread is None  # a consumer's thread is in the middle of a batch, and gives back when it leaves
+        self._inside.release()
         self._release()
         return True
 
+    def join(self) -> None:
+        """Wait until nobody is inside any more: a one-shot source gives its batches to one pass after the other."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
     def has_dead_worker(self) -> bool:
         """Whether torch lost a worker process of this pass."""
-        return torchloader.has_dead_worker(self._source)
+        return self._pid == os.getpid() and torchloader.has_dead_worker(self.source)
+
+    def follow(self, older: Producer) -> None:
+        """Go on where ``older``, a pass over the same source that was left, stops."""
+        self._predecessor = older
+
+    def _follow(self) -> None:
+        older, self._predecessor = self._predecessor, None
+        if older is not None:
+            older.join()
+            self.adopt(self._shared.take_carried(self.source))
+
+    def adopt(self, tickets: list[Ticket]) -> None:
+        """Begin with batches that an earlier pass took out of the same source (contract 1)."""
+        for ticket in tickets:
+            self._ready.put(ticket)
+            self._sent += 1
+            self._ended = self._ended or ticket.final
+            if not self._credits.empty():
+                self._credits.get()
 
     def _release(self) -> None:
-        with self._lock:
+        """Give everything back, once."""
+        with self._shared.lock:
             if self._released:
                 return
             self._released = True
-            source, self._source = self._source, None
         left = []
         while not self._ready.empty():
             ticket = self._ready.get()
-            if not isinstance(ticket.error, IteratorClosedError):
+            if not isinstance(ticket.error, (IteratorClosedError, SystemExit)):
                 left.append(ticket)
             del ticket
-        if self._one_shot:
-            self._shared.carry(left)
-        left.clear()
-        if self._stopping:
-            self._ready.put(_failed(self._closed()))  # the consumer may be about to wait
+        source, self.source = self.source, None
         if torchloader.has_dead_worker(source):
             torchloader.shut_down(source, self._shared.loader)
+        elif left and not self._ended_by_itself(left):
+            self._shared.carry(source, left)
+        left.clear()
         del source
-        packers, self._transfer.packers = self._transfer.packers, None
+        self._ready.put(_failed(self._closed()) if self._stopping else _end())  # somebody may be about to wait
+        packers, self.transfer.packers = self.transfer.packers, None
         if packers is not None:
             packers.close()
-        self._shared.return_transfer(self._transfer)
+        self._shared.return_transfer(self.transfer)
+
+    def _ended_by_itself(self, left: list[Ticket]) -> bool:
+        return not self._stopping or all(ticket.final for ticket in left)
+
+
+def _end() -> Ticket:
+    ticket = Ticket()
+    ticket.final = True
+    return ticket
 
 
 def _failed(error: BaseException) -> Ticket:
-    ticket = Ticket()
-    ticket.final = True
-    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        error = error.with_traceback(error.__traceback__.tb_next)  # our own frame tells the user nothing
+    """An error on its way to the consumer; our own frame tells the user nothing."""
+    ticket = _end()
+    traceback = error.__traceback__
+    if isinstance(error, StopIteration):  # not the loader's end: that one never gets here
+        reason = RuntimeError(f"StopIteration was raised outside of the loader: {error!r}")
+        reason.__cause__ = error
+        error, traceback = reason, None
+    if traceback is not None and traceback.tb_next is not None:
+        error = error.with_traceback(traceback.tb_next)
     ticket.error = error
     return ticket

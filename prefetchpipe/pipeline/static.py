@@ -35,7 +35,8 @@ class StaticBatches:
         key = tuple(part for leaf in sources for part in (leaf.dtype, leaf.shape, leaf.stride()))
         targets = self._sets.get(key)
         if targets is None:
-            targets = self._sets[key] = [torch.empty_like(leaf, requires_grad=False) for leaf in sources]
+            with torch.inference_mode(False):  # a later pass may fill them outside inference mode
+                targets = self._sets[key] = [torch.empty_like(leaf, requires_grad=False) for leaf in sources]
         self._device.fill(targets, sources)
         for place, target in zip(places, targets, strict=True):
             leaves[place] = target

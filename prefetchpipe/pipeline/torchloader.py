@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
     from prefetchpipe.pipeline.producer import Producer
@@ -22,8 +23,9 @@ __all__ = ["claim", "error_of", "gives_up_memory", "has_dead_worker", "has_worke
 _WAKE_SECONDS = 0.5
 _DEATH_SECONDS = 0.5
 _POLL_SECONDS = 0.001
+_TAKE_OVER_SECONDS = 10.0
 
-_lock = threading.Lock()  # guards _owners: two threads may start passes over one loader
+_lock = threading.RLock()  # guards _owners: two threads may start passes over one loader
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Producer]] = weakref.WeakKeyDictionary()
 
 
@@ -39,7 +41,8 @@ def prepare(loader: Any) -> None:
         reference = _owners.pop(loader, None)
     older = reference() if reference is not None else None
     if older is not None:
-        older.stop(why="a newer pass over the same DataLoader took over its persistent workers (there is one set)")
+        why = "a newer pass over the same DataLoader took over its persistent workers (there is one set)"
+        older.stop(seconds=_TAKE_OVER_SECONDS, why=why)
 
 
 def claim(loader: Any, producer: Producer) -> None:
@@ -55,7 +58,7 @@ def _workers_persist(loader: Any) -> bool:
 
 def has_workers(iterator: Any) -> bool:
     """Whether ``iterator`` is torch's iterator over worker processes."""
-    return hasattr(iterator, "_worker_result_queue") and hasattr(iterator, "_workers")
+    return isinstance(iterator, _BaseDataLoaderIter) and hasattr(iterator, "_worker_result_queue")
 
 
 def has_dead_worker(iterator: Any) -> bool:
@@ -124,6 +127,9 @@ def shut_down(iterator: Any, loader: Any) -> None:
 def gives_up_memory(loader: Any) -> bool:
     """Whether the source never writes again into a batch that it has handed out.
 
-    A list runs no code of its own between two batches; a DataLoader that pins makes fresh pages for every batch.
+    A list runs no code of its own between two batches; what comes from worker processes is pinned into fresh pages
+    (without workers, ``pin_memory`` hands on a tensor of the data set's that is pinned already).
     """
-    return type(loader) in (list, tuple) or (isinstance(loader, DataLoader) and bool(loader.pin_memory))
+    if type(loader) in (list, tuple):
+        return True
+    return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0

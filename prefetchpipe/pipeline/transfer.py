@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -201,8 +202,8 @@ class Transfer:
         counters.copied_bytes += layout.nbytes
         self._last_bytes = layout.nbytes
         if self._ring is None or not layout.nbytes:
-            arrived, _ = layout.allocate(device.empty, device.alloc)
-            copy_all(arrived, leaves)
+            arrived, memory = layout.allocate(device.empty, device.alloc)
+            copy_all(layout.targets(arrived, memory), layout.sources(leaves))
             return arrived, []
         slot = self._ring.acquire(layout.nbytes)
         if slot is None:
@@ -279,8 +280,9 @@ class Transfer:
         """One tensor per allocation on the device."""
         found: dict[int, torch.Tensor] = {}
         for tensor in tensors:
-            if self._device.is_resident(tensor):
-                found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            with suppress(RuntimeError, NotImplementedError, TypeError):  # a wrapper without memory of its own
+                if self._device.is_resident(tensor):
+                    found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return list(found.values())
 
     def _remember(self, ticket: Ticket, leaves: list[Any], out: list[Any], which: list[int]) -> None:
@@ -316,4 +318,5 @@ def _verify(check: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    dense = tensor.contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a dimension of one may keep an odd stride

@@ -15,8 +15,8 @@ import heapq
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,23 @@ class _Event:
 
     def __init__(self) -> None:
         self.at = 0.0
+
+
+class _Current:
+    """A class, since a generator's context manager would touch the exceptions that pass through."""
+
+    __slots__ = ("_before", "_local", "_stream")
+
+    def __init__(self, local: threading.local, default: SimulatedStream, stream: SimulatedStream) -> None:
+        self._local = local
+        self._before = getattr(local, "stream", default)
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._local.stream = self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._local.stream = self._before
 
 
 class _Block:
@@ -160,15 +177,9 @@ class SimulatedDevice:
         """A further stream."""
         return SimulatedStream(f"stream {self._random.getrandbits(32):08x}")
 
-    @contextmanager
-    def use_stream(self, stream: SimulatedStream) -> Iterator[None]:
-        """Make ``stream`` current in the calling thread."""
-        before = self.current_stream()
-        self._current.stream = stream
-        try:
-            yield
-        finally:
-            self._current.stream = before
+    def use_stream(self, stream: SimulatedStream) -> AbstractContextManager[None]:
+        """Make ``stream`` current in the calling thread for a ``with`` block."""
+        return _Current(self._current, self.default_stream, stream)
 
     def launch(self, fn: Callable[..., object], *tensors: torch.Tensor, seconds: float = 0.0) -> None:
         """Queue a kernel on the current stream.
@@ -249,7 +260,10 @@ class SimulatedDevice:
 
     def is_resident(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in simulated device memory."""
-        return tensor.is_cpu and tensor.layout is torch.strided and self._block_of(tensor) is not None
+        try:
+            return tensor.is_cpu and tensor.layout is torch.strided and self._block_of(tensor) is not None
+        except (RuntimeError, NotImplementedError, TypeError):
+            return False  # a wrapper without memory of its own
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         """A poisoned block, the latest freed of this size if there is one, ordered by the current stream."""

@@ -1,0 +1,161 @@
+"""What the passes of one prefetcher share: memory, counters, the loader's state, batches carried over."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prefetchpipe.device.base import Device
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.options import Options
+from prefetchpipe.pipeline.producer import Producer
+from prefetchpipe.pipeline.transfer import Ticket, Transfer
+from prefetchpipe.stats import Counters
+
+__all__ = ["CapturedState", "Shared"]
+
+_OWN_REFERENCES = 3
+"""To a source that nobody else holds, where it is counted: two variables of ours, and the count's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """The loader's state at one moment, or the error that asking for it gave: raised when somebody wants it."""
+
+    value: Any = None
+    error: Exception | None = None
+
+    def get(self) -> Any:
+        """A copy of the state."""
+        if self.error is not None:
+            raise self.error
+        return _copied(self.value)
+
+
+class Shared:
+    """Held by the passes and by the prefetcher; holds neither.
+
+    Locks are reentrant: the collector may end one pass while another one is in here.
+    """
+
+    def __init__(self, loader: Any, device: Device, options: Options) -> None:
+        self.loader = loader
+        self.device = device
+        self.options = options
+        self.counters = Counters(options.depth)
+        self.memory = PinnedMemory(device, options.max_pinned_bytes)
+        self.depth_warned = False
+        self.newest: weakref.ref[Producer] | None = None
+        self.state: CapturedState | None = None
+        self.has_state = callable(attribute(loader, "state_dict"))
+        self.lock = threading.RLock()  # guards what follows, and the end of each pass
+        self._idle: list[Transfer] = []
+        self._leased: dict[int, int] = {}
+        self._generation = 0
+        self._carried: tuple[Any, list[Ticket]] | None = None
+
+    def lease_transfer(self) -> Transfer:
+        """A transfer for one pass, with the pinned ring of an earlier one where there is one."""
+        with self.lock:
+            transfer = self._idle.pop() if self._idle else None
+        if transfer is None:
+            transfer = Transfer(self.device, self.options, self.memory, self.counters)
+        with self.lock:
+            self._leased[id(transfer)] = self._generation
+        return transfer
+
+    def return_transfer(self, transfer: Transfer) -> None:
+        """One idle ring is kept for the next pass; the memory of others, and of closed passes, goes back."""
+        with self.lock:
+            if self._leased.pop(id(transfer), -1) == self._generation and not self._idle:
+                self._idle.append(transfer)
+                return
+        transfer.close()
+
+    def close(self) -> None:
+        """Give back what idle passes hold; those under way give back theirs when they end."""
+        with self.lock:
+            self._generation += 1
+            idle, self._idle = self._idle, []
+            self._carried = None
+        for transfer in idle:
+            transfer.close()
+
+    # One-shot sources
+
+    def carry(self, source: Any, tickets: list[Ticket]) -> None:
+        """Keep batches that were taken out of ``source`` and not delivered, if it may be iterated again.
+
+        It may if somebody holds it: it is the loader itself, or the loader keeps it and hands it out again.
+        """
+        if sys.getrefcount(source) > _OWN_REFERENCES:
+            with self.lock:
+                before = self._carried[1] if self._carried is not None and self._carried[0] is source else []
+                self._carried = source, before + tickets
+
+    def take_carried(self, source: Any) -> list[Ticket]:
+        """What an earlier pass over the same source left; the next pass begins with it."""
+        with self.lock:
+            carried, self._carried = self._carried, None
+        return carried[1] if carried is not None and carried[0] is source else []
+
+    def start_source(self) -> tuple[Any, bool]:
+        """``iter(loader)``, and whether that may have rewound it.
+
+        A loader whose own ``__iter__`` resets it and returns it cannot be told from one that just returns itself,
+        except by what the call changes.
+        """
+        method = getattr(type(self.loader), "__iter__", None)
+        plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
+        before = None if plain else _simple_attributes(self.loader)
+        source = iter(self.loader)
+        return source, not plain and before != _simple_attributes(self.loader)
+
+    # For stats() and state_dict()
+
+    def note_path(self, path: str, reason: str) -> None:
+        """For ``stats()``."""
+        self.counters.path = path
+        self.counters.path_reason = reason
+
+    def capture_state(self, producer: Producer) -> CapturedState | None:
+        """The loader's state now, for the batch just fetched (contract 11)."""
+        if not self.has_state or not self.is_newest(producer):
+            return None
+        try:
+            return CapturedState(_copied(self.loader.state_dict()))
+        except Exception as error:  # noqa: BLE001 - the loop did not ask for it; who does will see it
+            return CapturedState(error=error)
+
+    def is_newest(self, producer: Producer) -> bool:
+        """Whether the loader's state is about this pass."""
+        return self.newest is not None and self.newest() is producer
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """``getattr`` with None for anything that goes wrong: looking must not break a loader that the plain loop takes."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # noqa: BLE001 - whatever a user's __getattr__ raises
+        return None
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - a state that cannot be copied is handed on as the loader gave it
+        return value
+
+
+def _simple_attributes(loader: Any) -> list[tuple[str, object]]:
+    values = attribute(loader, "__dict__")
+    if not isinstance(values, dict):
+        return [("", object())]  # no way to see: counts as changed
+    return [
+        (name, value if isinstance(value, (bool, int, float, str)) else id(value)) for name, value in values.items()
+    ]
