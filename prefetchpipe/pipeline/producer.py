@@ -123,14 +123,14 @@ class Producer:
             IteratorClosedError: The pass was closed.
             ValueError: Called by the loader itself, while it makes a batch.
         """
+        if self._insider == threading.get_ident():
+            raise ValueError("the loader advances the iterator that is waiting for it")
         if self._stopping:
             raise self._closed()
         if self._predecessor is not None:
             self._follow()
         if not self._ready.empty():
             return self._ready.get()
-        if self._insider == threading.get_ident():
-            raise ValueError("the loader advances the iterator that is waiting for it")
         if self._thread is None:
             if self._options.fetch == "thread":
                 self._start("fetch='thread' was asked for")

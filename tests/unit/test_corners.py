@@ -1,0 +1,418 @@
+"""Corners that were wrong once: each test is the smallest program that showed it (contracts in the names)."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from prefetchpipe import GPUPrefetcher, IteratorClosedError
+from prefetchpipe.testing import SimulatedDevice
+from tests.support import Thread
+
+FETCH = ["thread", "caller", "auto"]
+
+
+class Rewinding:
+    """The pattern of many tutorials: ``__iter__`` resets, and returns itself."""
+
+    def __init__(self, count: int = 8) -> None:
+        self.count = count
+        self.position = count
+
+    def __iter__(self) -> Rewinding:
+        self.position = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.position >= self.count:
+            raise StopIteration
+        self.position += 1
+        return self.position - 1
+
+
+class Keeping:
+    """Hands out the same iterator each time."""
+
+    def __init__(self) -> None:
+        self.iterator = iter(range(8))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterator
+
+
+def taken(iterable: Any, count: int) -> list[Any]:
+    got = []
+    for batch in iterable:
+        got.append(batch)
+        if len(got) == count:
+            break
+    return got
+
+
+# Contract 1: sources that are iterated more than once
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c1_a_loader_that_rewinds_itself_starts_anew(fetch: str) -> None:
+    prefetcher = GPUPrefetcher(Rewinding(), "cpu", fetch=fetch)
+    assert taken(prefetcher, 5) == [0, 1, 2, 3, 4]
+    assert list(prefetcher) == list(range(8))
+    live = iter(prefetcher)
+    assert next(live) == 0
+    assert list(prefetcher) == list(range(8))
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+@pytest.mark.parametrize("make", [lambda: iter(range(8)), Keeping, lambda: (i for i in range(8))])
+def test_c1_what_a_one_shot_source_gave_is_not_lost(make: Callable[[], Any], fetch: str) -> None:
+    prefetcher = GPUPrefetcher(make(), "cpu", fetch=fetch)
+    assert taken(prefetcher, 3) == [0, 1, 2]
+    assert taken(prefetcher, 2) == [3, 4]
+    assert list(prefetcher) == [5, 6, 7]
+    assert list(prefetcher) == []
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c1_two_live_passes_over_one_iterator_share_it(fetch: str) -> None:
+    prefetcher = GPUPrefetcher(iter(range(8)), "cpu", fetch=fetch)
+    first = iter(prefetcher)
+    assert next(first) == 0
+    second = iter(prefetcher)
+    assert [next(second), next(first), next(second)] == [1, 2, 3]
+    del first
+    assert list(second) == [4, 5, 6, 7]
+
+
+def test_c1_a_slow_one_shot_source_left_in_the_middle_of_a_batch() -> None:
+    release, inside = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[int]:
+        yield 0
+        inside.set()
+        release.wait(20)
+        yield 1
+        yield 2
+
+    prefetcher = GPUPrefetcher(rows(), "cpu", fetch="thread", depth=1)
+    first = iter(prefetcher)
+    assert next(first) == 0
+    assert inside.wait(20)
+    del first  # gives up waiting for the loader after half a second
+    again = iter(prefetcher)
+    release.set()
+    assert list(again) == [1, 2]
+
+
+@pytest.mark.parametrize("fetch", ["caller", "auto", "thread"])
+def test_c1_several_threads_share_one_iterator(fetch: str) -> None:
+    iterator = iter(GPUPrefetcher(list(range(500)), "cpu", fetch=fetch))
+    got: list[int] = []
+
+    def consume() -> None:
+        for batch in iterator:
+            got.append(batch)  # noqa: PERF402
+
+    threads = [Thread(consume) for _ in range(4)]
+    for thread in threads:
+        thread.result()
+    assert sorted(got) == list(range(500))
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c1_a_loader_that_advances_its_own_iterator_gets_an_error(fetch: str) -> None:
+    def rows() -> Iterator[int]:
+        yield 0
+        yield next(iterator)
+
+    iterator = iter(GPUPrefetcher(rows(), "cpu", fetch=fetch))
+    assert next(iterator) == 0
+    with pytest.raises(ValueError, match="advances the iterator"):
+        next(iterator)
+
+
+# Contract 7: errors
+
+
+class MovesBadly:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def to(self, _: Any) -> MovesBadly:
+        if self.index == 1:
+            next(iter(()))
+        return self
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c7_a_stray_stop_iteration_does_not_end_the_pass(fetch: str) -> None:
+    iterator = iter(GPUPrefetcher([MovesBadly(i) for i in range(3)], "cpu", fetch=fetch))
+    assert next(iterator).index == 0
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        next(iterator)
+    assert type(caught.value.__cause__) is StopIteration
+
+
+def test_c7_an_error_at_delivery_ends_the_pass() -> None:
+    class Corrupting(SimulatedDevice):
+        number = 0
+
+        def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+            self.number += 1
+            super().copy(dst, torch.zeros_like(src) if self.number == 2 else src, stream)
+
+    iterator = iter(GPUPrefetcher([torch.ones(3) * i for i in range(1, 6)], Corrupting(), checked=True))
+    next(iterator)
+    with pytest.raises(RuntimeError, match="is not on the device"):
+        next(iterator)
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c7_the_loaders_own_context_is_kept(fetch: str) -> None:
+    def rows() -> Iterator[int]:
+        yield 0
+        try:
+            1 / 0  # noqa: B018
+        except ZeroDivisionError:
+            raise KeyError("row 1")  # noqa: B904
+
+    iterator = iter(GPUPrefetcher(rows(), "cpu", fetch=fetch))
+    next(iterator)
+    try:
+        raise OSError("the user's")
+    except OSError:
+        with pytest.raises(KeyError) as caught:
+            next(iterator)
+    assert type(caught.value.__context__) is ZeroDivisionError
+
+
+# Contract 9: leaving, from anywhere
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c9_closed_from_inside_the_loader(fetch: str) -> None:
+    device = SimulatedDevice()
+    prefetchers: list[GPUPrefetcher] = []
+
+    def rows() -> Iterator[torch.Tensor]:
+        yield torch.ones(1000)
+        prefetchers[0].close()
+        yield torch.ones(1000)
+
+    prefetchers.append(GPUPrefetcher(rows(), device, fetch=fetch))
+    iterator = iter(prefetchers[0])
+    with pytest.raises(IteratorClosedError):
+        for _ in range(4):
+            next(iterator)
+    for thread in threading.enumerate():
+        if thread.name.startswith("prefetchpipe"):
+            thread.join(20)
+    assert device.pinned_bytes == 0
+
+
+def test_c9_collected_while_memory_is_allocated() -> None:
+    class Collecting(SimulatedDevice):
+        def host_alloc(self, nbytes: int) -> Any:
+            gc.collect()
+            return super().host_alloc(nbytes)
+
+    class Cycle:
+        pass
+
+    prefetcher = GPUPrefetcher([torch.ones(100)] * 10, Collecting(), fetch="caller")
+    gc.disable()
+    try:
+        cycles = []
+        for _ in range(2):
+            cycle = Cycle()
+            cycle.me = cycle
+            cycle.iterator = iter(prefetcher)
+            next(cycle.iterator)
+            cycles.append(cycle)
+        del cycle
+        cycles.clear()
+        next(iter(prefetcher))
+    finally:
+        gc.enable()
+    prefetcher.close()
+
+
+def test_c9_a_forked_child_starts_its_own_pass() -> None:
+    loader = DataLoader(torch.arange(20), batch_size=2, num_workers=2)
+    prefetcher = GPUPrefetcher(loader, "cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = 0 if len(list(prefetcher)) == 10 else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(list(iterator)) == 9
+
+
+# Contract 11: states that are nobody's business yet
+
+
+def test_c11_asking_for_a_state_fails_when_it_is_asked_for() -> None:
+    class NoState(list):
+        def state_dict(self) -> Any:
+            raise NotImplementedError("no state")
+
+    prefetcher = GPUPrefetcher(NoState([1, 2]), "cpu")
+    assert list(prefetcher) == [1, 2]
+    with pytest.raises(NotImplementedError, match="no state"):
+        prefetcher.state_dict()
+
+
+def test_c11_a_state_that_cannot_be_copied() -> None:
+    class Generators(list):
+        def state_dict(self) -> Any:
+            return {"rows": (i for i in ())}
+
+    prefetcher = GPUPrefetcher(Generators([1, 2]), "cpu")
+    assert list(prefetcher) == [1, 2]
+    assert set(prefetcher.state_dict()) == {"rows"}
+
+
+def test_c11_an_older_pass_does_not_touch_the_state() -> None:
+    loader = StatefulDataLoader(list(range(40)), batch_size=2)
+    prefetcher = GPUPrefetcher(loader, "cpu", fetch="thread", depth=4)
+    older = iter(prefetcher)
+    next(older)
+    newer = iter(prefetcher)
+    next(newer)
+    next(older)
+    resumed = StatefulDataLoader(list(range(40)), batch_size=2)
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert next(iter(resumed)).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("answer", [lambda _: {}["no"], lambda _: None])
+def test_c12_a_loader_with_a_strange_getattr(answer: Callable[[str], Any]) -> None:
+    class Strange:
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2])
+
+        def __getattr__(self, name: str) -> Any:
+            return answer(name)
+
+    assert list(GPUPrefetcher(Strange(), "cpu")) == [1, 2]
+
+
+# Contract 12 and 2: leaves over one piece of memory
+
+
+def over(base: Any, *views: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+    return lambda: [view(base) for view in views]
+
+
+OVER_ONE_MEMORY = [
+    over(np.arange(1000.0), lambda a: a[:600], lambda a: a),
+    over(np.arange(1000.0), lambda a: a, lambda a: a[:600]),
+    over(np.arange(1000.0), lambda a: a[:10], lambda a: a.view("i4")),
+    over(torch.arange(10.0), lambda x: x.expand(4, 10), lambda x: x),
+    over(torch.arange(2.0), lambda x: x[0], lambda x: x[1:2].expand(2)),
+    over(torch.arange(6.0), lambda x: x[:4], lambda x: x[2:]),
+]
+
+
+@pytest.mark.parametrize("place", ["cpu", "sim"])
+@pytest.mark.parametrize("batch", OVER_ONE_MEMORY)
+def test_c12_leaves_over_one_memory(place: str, batch: Callable[[], Any]) -> None:
+    device = SimulatedDevice() if place == "sim" else "cpu"
+    source = batch()
+    [got] = list(GPUPrefetcher([source], device))
+    if place == "sim":
+        device.synchronize()
+    for ours, theirs in zip(got, source, strict=True):
+        assert torch.equal(ours, torch.as_tensor(theirs))
+
+
+@pytest.mark.parametrize("place", ["cpu", "sim"])
+@pytest.mark.parametrize("make", [lambda: torch.zeros(2)[::2], lambda: torch.zeros(5, 2)[:1, ::2]])
+def test_checked_takes_odd_strides(place: str, make: Callable[[], torch.Tensor]) -> None:
+    device = SimulatedDevice() if place == "sim" else "cpu"
+    assert len(list(GPUPrefetcher([make()] * 3, device, checked=True))) == 3
+
+
+# Contract 17: modes of the thread that called iter
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c17_the_modes_of_iter_hold_wherever_the_loader_runs(fetch: str) -> None:
+    name = contextvars.ContextVar("name", default="none")
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(6):
+                yield torch.is_grad_enabled(), torch.empty(0).device.type, name.get()
+
+    token = name.set("iter's")
+    with torch.no_grad(), torch.device("meta"):
+        iterator = iter(GPUPrefetcher(Loader(), "cpu", fetch=fetch))
+    name.reset(token)
+    assert list(iterator) == [(False, "meta", "iter's")] * 6
+    assert torch.is_grad_enabled()
+
+
+def test_c17_static_buffers_of_an_inference_pass_serve_the_next() -> None:
+    prefetcher = GPUPrefetcher([torch.ones(3)] * 3, "cpu", static=True)
+    with torch.inference_mode():
+        assert len(list(prefetcher)) == 3
+    assert [batch.tolist() for batch in prefetcher] == [[1.0, 1.0, 1.0]] * 3
+
+
+# Contract 5 and 15
+
+
+def test_c5_a_pinned_buffer_behind_a_loader_that_pins() -> None:
+    device = SimulatedDevice(bandwidth=1e6)
+    buffer = device.pin_memory(torch.zeros(1000))
+
+    class Refilling(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for i in range(8):
+                buffer.fill_(i)
+                yield buffer
+
+    loader = DataLoader(Refilling(), batch_size=None)
+    loader.pin_memory = True
+    got = list(GPUPrefetcher(loader, device, fetch="thread"))
+    device.synchronize()
+    assert [batch.unique().tolist() for batch in got] == [[float(i)] for i in range(8)]
+
+
+@pytest.mark.filterwarnings("ignore:device memory is full")
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c15_short_of_memory_on_every_path(fetch: str) -> None:
+    device = SimulatedDevice(memory_limit=900_000)
+    source = [torch.full((100_000,), float(i)) for i in range(12)]
+    values = []
+    for batch in GPUPrefetcher(source, device, depth=4, fetch=fetch):
+        device.launch(lambda view: values.append(view[0].item()), batch, seconds=1e-3)
+    device.synchronize()
+    assert values == [float(i) for i in range(12)]
+
+
+def test_l7_a_subclass_keeps_its_own_attributes() -> None:
+    class Named(GPUPrefetcher):
+        pass
+
+    prefetcher = Named([1, 2], "cpu")
+    prefetcher.label = "train"
+    clone = copy.deepcopy(prefetcher)
+    assert (clone.label, list(clone)) == ("train", [1, 2])
