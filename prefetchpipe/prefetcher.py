@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 import torch
@@ -181,19 +181,12 @@ class GPUPrefetcher:
             if producer.has_dead_worker():
                 producer.stop(why="a worker process of its loader died")
         torchloader.prepare(shared.loader)
-        source, rewound = shared.start_source()
-        if rewound:
-            shared.take_carried(source)
-        source = in_memory_source(shared.loader, source)
+        source, rewound = self._start_source(older)
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
-        for producer in same:
-            if rewound:
-                producer.stop(why="the loader was rewound by a newer pass")
-                shared.take_carried(source)
-            elif producer.is_live:
-                return _Pass(self, producer, self._static)  # one iterator: all passes over it share what it gives
+        if same and same[-1].is_live:
+            return _Pass(self, same[-1], self._static)  # one iterator: all passes over it share what it gives
         producer = Producer(shared, source)
-        if same:
+        if same and not rewound:
             producer.follow(same[-1])
         else:
             producer.adopt(shared.take_carried(source))
@@ -203,6 +196,23 @@ class GPUPrefetcher:
         self._passes.add(producer)
         _live.add(producer)
         return _Pass(self, producer, self._static)
+
+    def _start_source(self, older: list[Producer]) -> tuple[Any, bool]:
+        """``iter(loader)``, and whether that rewound it: passes over the same object are over then."""
+        shared = self._shared
+        own = [producer for producer in older if producer.source is shared.loader]
+        with ExitStack() as stack:
+            for producer in own:  # its thread must not be inside a loader that rewinds itself
+                stack.enter_context(producer.held())
+            source, rewound = shared.start_source()
+            if rewound:
+                for producer in own:
+                    producer.leave("the loader was rewound by a newer pass")
+        if rewound:
+            for producer in own:
+                producer.stop()
+            shared.take_carried(source)
+        return in_memory_source(shared.loader, source), rewound
 
     def __len__(self) -> int:
         return len(self._shared.loader)

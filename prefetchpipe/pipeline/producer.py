@@ -7,6 +7,8 @@ import os
 import threading
 import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,8 @@ class Producer:
         self._number = next(_numbers)
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
+        self._threaded = False
+        self._may_start = True
         self._ready: SimpleQueue[Ticket] = SimpleQueue()
         self._credits: SimpleQueue[Any] = SimpleQueue()
         for _ in range(self._options.depth):
@@ -131,21 +135,23 @@ class Producer:
             self._follow()
         if not self._ready.empty():
             return self._ready.get()
-        if self._thread is None:
-            if self._options.fetch == "thread":
-                self._start("fetch='thread' was asked for")
-            if self._thread is None:
-                with self._device.beside_captures():
-                    ticket = self._take_here(stream)
-                if ticket is not None:
-                    return ticket
+        if not self._threaded:
+            with self._device.beside_captures():
+                ticket = self._take_here(stream)
+            if ticket is not None:
+                return ticket
         return self._wait()
 
     def _wait(self) -> Ticket:
         """For a ticket of the thread's."""
+        if self._thread is None:
+            with self._inside:  # another consumer's thread is just starting it
+                pass
         thread = self._thread
         if (thread is None or not thread.is_alive()) and self._ready.empty():
-            raise self._closed()  # a forked child, or a thread that ended with its pass
+            if self._ended and not self._stopping:
+                return _end()  # another consumer's thread has taken the end
+            raise self._closed()  # a forked child, say, which has no thread
         started = perf_counter()
         self._consumer_waits = True
         self._credits.put(_WAITING)
@@ -165,7 +171,9 @@ class Producer:
         with self._inside:  # contract 1: a second consumer's thread waits for its turn
             self._insider = threading.get_ident()
             try:
-                if self._ended or self._stopping or self._thread is not None:
+                if self._options.fetch == "thread" and not self._threaded and self._may_start:
+                    self._start("fetch='thread' was asked for")
+                if self._ended or self._stopping or self._threaded:
                     return _end() if self._ended else None
                 credit = self._credits.get()
                 while credit is _WAITING:
@@ -224,17 +232,18 @@ class Producer:
 
     def _start(self, reason: str) -> None:
         self._on_caller_stream = False
+        self._threaded = True
         thread = threading.Thread(
             target=self._modes.run, args=(self._run,), name=f"prefetchpipe-producer-{self._number}", daemon=True
         )
-        self._thread = thread
         try:
             thread.start()
         except RuntimeError:  # no more threads to be had: the consumer's own goes on
-            self._thread = None
+            self._threaded = self._may_start = False
             self._pace = None
             self._shared.note_path("caller", "no thread could be started")
             return
+        self._thread = thread
         self._shared.note_path("thread", reason)
 
     def _run(self) -> None:
@@ -249,6 +258,8 @@ class Producer:
                     continue
                 self._wait_until_done(credit)
                 with self._inside:
+                    if self.is_stopping:
+                        break
                     self._insider = threading.get_ident()
                     ticket = self._produce(None)
                     self._insider = 0
@@ -291,14 +302,14 @@ class Producer:
         tries = 0
         while True:
             try:
-                if self._thread is not None:
+                if self._threaded:
                     return transfer.send(batch, modes, self._copy_stream, caller=None, reusable_source=reusable)
                 if self._on_caller_stream:
                     return transfer.send(batch, modes, stream, caller=None, reusable_source=reusable)
                 with self._device.on_copy_stream():
                     return transfer.send(batch, modes, self._copy_stream, caller=stream, reusable_source=reusable)
             except torch.OutOfMemoryError:
-                if self._thread is None or not self._wait_for_memory(tries):
+                if not self._threaded or not self._wait_for_memory(tries):
                     raise
                 tries += 1
 
@@ -387,6 +398,14 @@ class Producer:
         ):
             torchloader.shut_down(source, self._shared.loader)
 
+    def leave(self, why: str) -> None:
+        """The first step of :meth:`stop`: flag and wake."""
+        self.why_closed = self.why_closed or why
+        if not self._stopping:
+            self._stopping = True
+            self._credits.put(_STOP)
+            self._ready.put(_failed(self._closed()))  # a consumer that waits in another thread
+
     def stop(self, *, why: str = "", seconds: float = LEAVE_SECONDS) -> bool:
         """Leave the pass: flag, wake, join, clear. May be called from any thread and more than once.
 
@@ -398,11 +417,7 @@ class Producer:
         """
         if os.getpid() != self._pid:
             return True  # a forked child holds a copy of this object, not of the thread or the device
-        self.why_closed = self.why_closed or why
-        if not self._stopping:
-            self._stopping = True
-            self._credits.put(_STOP)
-            self._ready.put(_failed(self._closed()))  # a consumer that waits in another thread
+        self.leave(why)
         if self._insider == threading.get_ident():
             return False
         thread = self._thread
@@ -426,6 +441,15 @@ class Producer:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody fetches for the length of a ``with`` block; a batch being fetched is waited for."""
+        if self._insider == threading.get_ident():
+            yield
+        else:
+            with self._inside:
+                yield
 
     def has_dead_worker(self) -> bool:
         """Whether torch lost a worker process of this pass."""

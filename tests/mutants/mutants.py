@@ -38,6 +38,7 @@ PRODUCER = "pipeline/producer.py"
 STAGING = "pipeline/staging.py"
 RING = "memory/ring.py"
 PREFETCHER = "prefetcher.py"
+SHARED = "pipeline/shared.py"
 
 MUTANTS = (
     # Contract 3: ordered by events
@@ -173,8 +174,8 @@ MUTANTS = (
     Mutant(
         "the done event is not recorded",
         PRODUCER,
-        "self._device.record(event, stream)",
-        "pass",
+        "self._device.record(event, stream)\n        return event",
+        "return event",
         4,
         _ordering("test_c4_the_host_runs_ahead_of_the_device_by_depth_batches_only"),
     ),
@@ -304,9 +305,9 @@ MUTANTS = (
     Mutant(
         "the end and an error overtake the batches before them",
         PRODUCER,
-        "final = ticket.final\n",
-        "final = ticket.final\n                while final and not self._ready.empty():\n"
-        "                    self._ready.get()\n",
+        "self._ended = ticket.final\n                self._ready.put(ticket)",
+        "self._ended = ticket.final\n                while ticket.final and not self._ready.empty():\n"
+        "                    self._ready.get()\n                self._ready.put(ticket)",
         7,
         _ordering(
             "test_c7_an_error_arrives_after_the_batches_before_it",
@@ -316,31 +317,39 @@ MUTANTS = (
     Mutant(
         "only one of several waiting threads hears of the end",
         PRODUCER,
-        "self._ready.put(end)",
-        "pass",
+        "self._ready.put(_end())  # for another",
+        "pass  # for another",
         1,
         _ordering("test_c1_every_thread_that_waits_hears_of_the_end"),
     ),
     Mutant(
         "what a dropped pass took from a one-shot source is lost",
         PRODUCER,
-        "self._shared.carry(left)",
+        "self._shared.carry(source, left)",
         "pass",
         1,
         _ordering("test_c1_what_a_dropped_pass_took_from_a_one_shot_source_is_not_lost"),
     ),
     Mutant(
         "two passes enter one iterator at once",
-        PRODUCER,
-        "self._shared.one_shot_lock if self._one_shot",
-        "nullcontext() if self._one_shot",
+        PREFETCHER,
+        "if same and same[-1].is_live:",
+        "if False:",
         1,
         _ordering("test_c1_two_passes_over_one_iterator_take_turns"),
     ),
     Mutant(
+        "two threads at one iterator send at once",
+        PRODUCER,
+        "with self._inside:  # contract 1",
+        "if True:  # contract 1",
+        1,
+        _ordering("test_c1_two_threads_at_one_iterator_do_not_send_at_once"),
+    ),
+    Mutant(
         "credits do not bound the look-ahead",
         PRODUCER,
-        "for _ in range(self._options.depth - len(carried)):",
+        "for _ in range(self._options.depth):",
         "for _ in range(99):",
         8,
         _ordering("test_c8_a_pass_that_is_not_advanced_pulls_depth_batches"),
@@ -348,7 +357,7 @@ MUTANTS = (
     Mutant(
         "a dropped iterator does not stop its producer",
         PREFETCHER,
-        "weakref.finalize(self, producer.stop)",
+        "weakref.finalize(self, producer.detach)",
         "weakref.finalize(self, int)",
         9,
         _ordering("test_c9_a_dropped_iterator_ends_its_thread"),
@@ -362,6 +371,22 @@ MUTANTS = (
         _ordering("test_c9_closing_drops_the_batches_that_were_ahead"),
     ),
     Mutant(
+        "a pass is given back although somebody is in the middle of a batch",
+        PRODUCER,
+        "if not self._inside.acquire(timeout=min(seconds, LEAVE_SECONDS)):",
+        "self._insider = self._inside = threading.Lock()\n        if not self._inside.acquire():",
+        9,
+        _ordering("test_c9_the_last_reference_to_an_iterator_may_go_in_its_producers_thread"),
+    ),
+    Mutant(
+        "a consumer that was inside when the pass was stopped does not give back",
+        PRODUCER,
+        "if self.is_stopping:\n            self._ready.put(ticket)",
+        "if False:\n            self._ready.put(ticket)",
+        9,
+        _ordering("test_c9_closing_while_another_thread_fetches_for_itself"),
+    ),
+    Mutant(
         "stopping a pass does not wake its consumer",
         PRODUCER,
         "self._ready.put(_failed(self._closed()))  # a consumer that waits",
@@ -371,7 +396,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pass that ends after close keeps its ring for the next one",
-        PREFETCHER,
+        SHARED,
         "self._leased.pop(id(transfer), -1) == self._generation and not",
         "self._leased.pop(id(transfer), -1) >= 0 and not",
         9,
@@ -380,24 +405,24 @@ MUTANTS = (
     Mutant(
         "the state is the loader's at delivery, prefetched batches included",
         PREFETCHER,
-        "self._shared.state = ticket.state\n        self._shared.counters",
-        "self._shared.state = self._shared.loader.state_dict()\n        self._shared.counters",
+        "self._shared.state = ticket.state",
+        "self._shared.state = self._shared.capture_state(producer)",
         11,
         _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
     ),
     Mutant(
         "the state is taken before its batch",
         PRODUCER,
-        "batch = next(self._source)\n",
-        "early = self._shared.capture_state(self)\n                    batch = next(self._source)\n"
+        "batch = next(self.source)\n",
+        "early = self._shared.capture_state(self)\n                    batch = next(self.source)\n"
         "                    self._shared.capture_state = lambda _: early\n",
         11,
         _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
     ),
     Mutant(
         "the state is a reference to what the loader goes on writing to",
-        PREFETCHER,
-        "copy.deepcopy(self.loader.state_dict())",
+        SHARED,
+        "_copied(self.loader.state_dict())",
         "self.loader.state_dict()",
         11,
         _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
@@ -406,8 +431,8 @@ MUTANTS = (
     Mutant(
         "a full device is not given time by the batches before",
         PRODUCER,
-        "if self._thread is None or not self._wait_for_memory():",
-        "if True:",
+        "or not self._wait_for_memory(tries):",
+        "or True:",
         15,
         (f"{_MEMORY}test_c15_m4_device_memory_for_two_batches_at_depth_four[thread-]",),
     ),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.batch import layout as layout_module
 from prefetchpipe.batch.layout import ALIGNMENT, Layout
+from prefetchpipe.batch.rows import copy_all
 from prefetchpipe.pipeline import staging
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import same_bytes
@@ -257,18 +258,18 @@ def test_c12_packing_and_unpacking_by_hand(batch: list[Recipe]) -> None:
     leaves = build(batch)
     layout = Layout(leaves)
     slot = torch.full((layout.nbytes + 1,), 0xEE, dtype=torch.uint8)
-    for view, source in zip(layout.slot_views(slot), layout.sources(leaves), strict=True):
-        view.copy_(source)
+    views, pieces = layout.slot_views(slot)
+    copy_all(views, layout.sources(leaves))
     assert int(slot[-1]) == 0xEE
     out, memory = layout.allocate(
         lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype),
         lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
     )
     assert len(memory) == len(layout.blocks)
-    for block, piece in zip(layout.blocks, memory, strict=True):
+    for tensor, piece in zip(memory, pieces, strict=True):
         target = torch.empty(0, dtype=torch.uint8).set_(
-            piece.untyped_storage(), piece.storage_offset() * piece.dtype.itemsize, (block.nbytes,), (1,)
+            tensor.untyped_storage(), tensor.storage_offset() * tensor.dtype.itemsize, (len(piece),), (1,)
         )
-        target.copy_(slot[block.slot_offset : block.slot_offset + block.nbytes])
+        target.copy_(piece)
     for leaf, tensor in zip(leaves, out, strict=True):
         assert same_bytes(tensor, leaf)

@@ -6,6 +6,7 @@ dropped at once; what the kernels saw is looked at when the device has come to r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ FATES = st.sampled_from(["drop", "drop", "keep", "slice"])
 WHICH = st.integers(0, MOST_LIVE - 1)
 
 moderate = settings(
-    max_examples=250,
+    max_examples=500,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -102,6 +103,7 @@ class Rows:
         self.passes = 0
         self.new_log: Callable[[], Log] = lambda: Log(99, watch_device=False)
         self.log = self.new_log()
+        self.reached = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
@@ -114,6 +116,7 @@ class Rows:
             x = self.device.pin_memory(x)
         for index in range(first, self.count):
             self.at(index)
+            self.reached = index + 1
             log.pull()
             if self.kind in ("buffer", "pinned buffer"):
                 yield {"x": x.fill_(value_of(number, index)), "y": y.fill_(value_of(number, index)), "i": index}
@@ -252,6 +255,17 @@ class Pass:
             setup.next_row = 0
         self.state = "open"
 
+    def calm_down(self) -> None:
+        """Wait until the thread is as far ahead as it goes, so that a failure is one again when it is replayed."""
+        log, setup = self.log, self.setup
+        if setup.rows is None or setup.options["fetch"] != "thread" or self.state != "open" or not log.delivered:
+            return
+        due = min(log.delivered + setup.depth, log.pulled + setup.count - setup.rows.reached)
+        for _ in range(1000):
+            if log.pulled >= due:
+                return
+            time.sleep(1e-4)
+
 
 class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
@@ -263,8 +277,11 @@ class Machine(RuleBasedStateMachine):
         self.passes: list[Pass] = []
         self.setups: list[Setup] = []
 
-    @initialize(seed=st.integers(0, 1 << 16), bandwidth=st.sampled_from([25e9, 1e7, 1e6]))
-    def begin(self, seed: int, bandwidth: float) -> None:
+    @initialize(
+        seed=st.integers(0, 1 << 16), bandwidth=st.sampled_from([25e9, 1e7, 1e6]), calm=st.sampled_from([True, False])
+    )
+    def begin(self, seed: int, bandwidth: float, calm: bool) -> None:
+        self.calm = calm
         self.device = SimulatedDevice(seed=seed, bandwidth=bandwidth)
         self.streams = [self.device.default_stream, self.device.new_stream(), self.device.new_stream()]
         self.stream = self.streams[0]
@@ -326,13 +343,15 @@ class Machine(RuleBasedStateMachine):
                 self.step(a_pass, seconds, "drop")
 
     @precondition(lambda self: self.passes)
-    @rule(which=WHICH)
-    def drop_iterator(self, which: int) -> None:
+    @rule(which=WHICH, again=st.booleans())
+    def drop_iterator(self, which: int, again: bool) -> None:
         gone = self.passes.pop(which % len(self.passes))
         setup = gone.setup
         del gone
         self.check_state(setup)
         self.forget_setups()
+        if again:
+            self.start()
 
     @precondition(lambda self: self.passes)
     @rule(which=WHICH)
@@ -413,6 +432,8 @@ class Machine(RuleBasedStateMachine):
             expected = setup.expected(a_pass.number, index)
             self.use(setup, batch, expected=expected, index=index, seconds=seconds, fate=fate)
         self.check_state(setup)
+        if self.calm:
+            a_pass.calm_down()
 
     def use(self, setup: Setup, batch: Any, *, expected: float, index: int, seconds: float, fate: str) -> None:
         assert type(batch) is dict

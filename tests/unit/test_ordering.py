@@ -9,6 +9,7 @@ import contextlib
 import copy
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -388,22 +389,21 @@ def test_c1_the_end_arrives_after_the_batches_before_it() -> None:
 
 def test_c1_every_thread_that_waits_hears_of_the_end() -> None:
     device = SimulatedDevice()
-    gate = threading.Event()
+    entered, gate = threading.Event(), threading.Event()
 
     def rows() -> Iterator[int]:
         yield 0
+        entered.set()
         assert gate.wait(TIMEOUT)
 
     iterator = iter(GPUPrefetcher(rows(), device, fetch="thread"))
     assert next(iterator) == 0
-    inside = [threading.Event() for _ in range(3)]
-
-    def rest(number: int) -> list[int]:
-        inside[number].set()
-        return list(iterator)
-
-    threads = [Thread(lambda number=number: rest(number)) for number in range(3)]
-    assert all(event.wait(TIMEOUT) for event in inside)
+    assert entered.wait(TIMEOUT)
+    said = iterator._producer._credits
+    known = said.qsize()
+    threads = [Thread(lambda: list(iterator)) for _ in range(3)]
+    while said.qsize() < known + 3:  # each says so before it waits
+        time.sleep(0)
     gate.set()
     assert [thread.result(5) for thread in threads] == [[], [], []]
 
@@ -510,6 +510,21 @@ def test_c9_closing_drops_the_batches_that_were_ahead() -> None:
     assert device.allocated_bytes == 0
     with pytest.raises(IteratorClosedError):
         next(iterator)
+
+
+def test_c9_dropping_an_iterator_drops_the_batches_that_were_ahead(fetch: str) -> None:
+    """Only what a one-shot source would lose is kept."""
+    device = SimulatedDevice()
+    source = Source(filled, 20)
+    prefetcher = GPUPrefetcher(source, device, depth=4, fetch=fetch)
+    iterator = iter(prefetcher)
+    batch = next(iterator)
+    assert fetch == "caller" or source.wait_pulled(5)
+    del iterator, batch
+    device.synchronize()
+    assert device.allocated_bytes == 0
+    again = [float(batch.max()) for batch in prefetcher if device.synchronize() is None]
+    assert again == list(range(1, 21))
 
 
 def test_c9_closing_while_another_thread_fetches_for_itself() -> None:
