@@ -422,11 +422,10 @@ class Producer:
             return False
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            source = self.source
-            if torchloader.has_dead_worker(source):
-                torchloader.shut_down(source, self._shared.loader)
-            elif source is not None:
-                torchloader.wake(source)
+            if torchloader.has_dead_worker(self.source):
+                torchloader.shut_down(self.source, self._shared.loader)
+            else:
+                torchloader.wake(self.source)
             thread.join(seconds)
             if thread.is_alive():
                 return False
@@ -489,7 +488,7 @@ class Producer:
         source, self.source = self.source, None
         if torchloader.has_dead_worker(source):
             torchloader.shut_down(source, self._shared.loader)
-        elif left and not self._ended_by_itself(left):
+        elif left and not self._ended_by_itself(left) and not torchloader.is_torchs(source):
             self._shared.carry(source, left)
         left.clear()
         del source

@@ -18,7 +18,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 if TYPE_CHECKING:
     from prefetchpipe.pipeline.producer import Producer
 
-__all__ = ["claim", "error_of", "gives_up_memory", "has_dead_worker", "has_workers", "prepare", "shut_down", "wake"]
+__all__ = [
+    "claim",
+    "error_of",
+    "gives_up_memory",
+    "has_dead_worker",
+    "has_workers",
+    "is_torchs",
+    "prepare",
+    "shut_down",
+    "wake",
+]
 
 _WAKE_SECONDS = 0.5
 _DEATH_SECONDS = 0.5
@@ -54,6 +64,11 @@ def claim(loader: Any, producer: Producer) -> None:
 
 def _workers_persist(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and bool(loader.persistent_workers)
+
+
+def is_torchs(iterator: Any) -> bool:
+    """Whether ``iterator`` is a DataLoader's own: each pass has a new one, or torch resets it."""
+    return isinstance(iterator, _BaseDataLoaderIter)
 
 
 def has_workers(iterator: Any) -> bool:

@@ -331,14 +331,6 @@ MUTANTS = (
         _ordering("test_c1_what_a_dropped_pass_took_from_a_one_shot_source_is_not_lost"),
     ),
     Mutant(
-        "two passes enter one iterator at once",
-        PREFETCHER,
-        "if same and same[-1].is_live:",
-        "if False:",
-        1,
-        _ordering("test_c1_two_passes_over_one_iterator_take_turns"),
-    ),
-    Mutant(
         "two threads at one iterator send at once",
         PRODUCER,
         "with self._inside:  # contract 1",
@@ -374,9 +366,9 @@ MUTANTS = (
         "a pass is given back although somebody is in the middle of a batch",
         PRODUCER,
         "if not self._inside.acquire(timeout=min(seconds, LEAVE_SECONDS)):",
-        "self._insider = self._inside = threading.Lock()\n        if not self._inside.acquire():",
+        "self._inside = threading.Lock()\n        if not self._inside.acquire():",
         9,
-        _ordering("test_c9_the_last_reference_to_an_iterator_may_go_in_its_producers_thread"),
+        _ordering("test_c9_closing_while_another_thread_fetches_for_itself"),
     ),
     Mutant(
         "a consumer that was inside when the pass was stopped does not give back",

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetchpipe import GPUPrefetcher
+from prefetchpipe.batch import few
 from prefetchpipe.batch import layout as layout_module
 from prefetchpipe.batch.layout import ALIGNMENT, Layout
 from prefetchpipe.batch.rows import copy_all
@@ -36,7 +37,7 @@ DTYPES = [
 ]
 STORAGE_BYTES = 4096
 
-moderate = settings(max_examples=120, deadline=None, derandomize=True, database=None)
+moderate = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,14 @@ def share_a_storage(one: Recipe, other: Recipe) -> bool:
     return one.storage >= 0 and one.storage == other.storage
 
 
-@pytest.fixture(params=[64, 1 << 20], ids=["large", "small"], autouse=True)
-def own_block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves of a few bytes are treated like those of a few megabytes, and the other way round."""
-    monkeypatch.setattr(layout_module, "OWN_BLOCK_BYTES", request.param)
-    if request.param == 64:
+@pytest.fixture(params=["few", "slab", "large"], autouse=True)
+def thresholds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few leaves and small ones are treated like many, and like those of many megabytes."""
+    if request.param != "few":
+        monkeypatch.setattr(few, "_FEW", 0)
+        monkeypatch.setattr(layout_module, "_FEW_LEAVES", 0)
+    if request.param == "large":
+        monkeypatch.setattr(layout_module, "OWN_BLOCK_BYTES", 64)
         monkeypatch.setattr(staging, "_PIECE_BYTES", 128)
 
 

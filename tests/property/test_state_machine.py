@@ -519,5 +519,6 @@ def outcome(iterator: Iterator[Any]) -> tuple[Any, type[BaseException] | None]:
         return None, type(error)
 
 
+@pytest.mark.timeout(400)  # shrinking a failure takes its time
 def test_random_programs_see_what_the_plain_loop_sees() -> None:
     run_state_machine_as_test(Machine, settings=moderate)

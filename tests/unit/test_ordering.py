@@ -417,6 +417,26 @@ def test_c1_what_a_dropped_pass_took_from_a_one_shot_source_is_not_lost(fetch: s
     assert [float(batch.max()) for batch in kept] == list(range(1, 9))
 
 
+@pytest.mark.slow
+def test_c1_a_pass_over_a_one_shot_source_waits_for_what_the_one_before_is_fetching() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[int]:
+        yield 0
+        entered.set()
+        assert leave.wait(TIMEOUT)
+        yield from (1, 2)
+
+    source = rows()
+    prefetcher = GPUPrefetcher(source, "cpu", fetch="thread")
+    assert next(iter(prefetcher)) == 0
+    assert entered.wait(TIMEOUT)
+    rest = Thread(lambda: list(prefetcher))
+    rest.join(0.05)  # whoever does not wait is in the source by now
+    leave.set()
+    assert rest.result() == [1, 2]
+
+
 def test_c1_two_passes_over_one_iterator_take_turns() -> None:
     class OneShot:
         def __init__(self) -> None:
@@ -453,7 +473,7 @@ class Overlap:
 
 
 def test_c1_two_threads_at_one_iterator_do_not_send_at_once() -> None:
-    """In the caller's thread there is one ring too. Like a generator, the iterator may refuse the second one."""
+    """There is one ring in the caller's thread too."""
     device = SimulatedDevice()
     overlap = Overlap()
 
@@ -462,15 +482,7 @@ def test_c1_two_threads_at_one_iterator_do_not_send_at_once() -> None:
         return batch
 
     iterator = iter(GPUPrefetcher(plain(6), device, transform=transform, fetch="caller"))
-
-    def consume() -> list[torch.Tensor]:
-        mine = []
-        with contextlib.suppress(RuntimeError, ValueError):
-            for batch in iterator:
-                mine.append(batch)  # noqa: PERF402  what came before an error counts
-        return mine
-
-    both = Thread(consume), Thread(consume)
+    both = Thread(lambda: list(iterator)), Thread(lambda: list(iterator))
     batches = both[0].result() + both[1].result()
     device.synchronize()
     assert not overlap.seen.is_set()
