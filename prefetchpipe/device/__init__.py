@@ -34,7 +34,7 @@ def resolve(device: str | torch.device | Device | None) -> Device:
             from prefetchpipe.device.cuda import cuda_device
 
             return cuda_device(device.index)
-        raise ValueError(f"device must be a CPU or CUDA device, not {device} (type {device.type!r})")
+        raise ValueError(f"device must be None, 'cpu', 'cuda' or 'cuda:N', not {str(device)!r}")
     if isinstance(device, Device):
         return device
     raise TypeError(

@@ -45,9 +45,10 @@ def cuda_device(index: int | None) -> CudaDevice:
         ValueError: No CUDA, or no such device.
     """
     if not is_available():
+        name = "cuda" if index is None else f"cuda:{index}"
         built = torch.version.cuda or "none: this is a build without CUDA"
         raise ValueError(
-            f"device='cuda' needs a CUDA device, and torch {torch.__version__} sees none (its CUDA: {built}); "
+            f"device={name!r} needs a CUDA device, and torch {torch.__version__} sees none (its CUDA: {built}); "
             "allowed here: device='cpu', or None to take whatever is there"
         )
     count = torch.cuda.device_count()

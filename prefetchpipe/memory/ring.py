@@ -126,7 +126,7 @@ class SlotRing:
         except PinnedMemoryError as refused:
             self._slots.remove(slot)
             left = len(self._slots)
-            rest = f"a ring of at most {left}" if left else "copies from pageable memory, which are slower"
+            rest = f"at most {left} slots, or with copies from pageable memory, which are slower"
             self._warn(f"{refused}; the batch has {nbytes} bytes; going on with {rest}")
             return False
         return True
