@@ -21,7 +21,7 @@ from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.producer import Producer, exiting
 from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
-from prefetchpipe.pipeline.transfer import Ticket
+from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.stats import Stats
 
 __all__ = ["GPUPrefetcher"]

@@ -21,7 +21,8 @@ from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.pace import Pace
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
-from prefetchpipe.pipeline.transfer import Ticket, Transfer
+from prefetchpipe.pipeline.ticket import Ticket, end_ticket, failed_ticket
+from prefetchpipe.pipeline.transfer import Transfer
 
 if TYPE_CHECKING:
     from prefetchpipe.pipeline.shared import Shared
@@ -150,7 +151,7 @@ class Producer:
         thread = self._thread
         if (thread is None or not thread.is_alive()) and self._ready.empty():
             if self._ended and not self._stopping:
-                return _end()  # another consumer's thread has taken the end
+                return end_ticket()  # another consumer's thread has taken the end
             raise self._closed()  # a forked child, say, which has no thread
         started = perf_counter()
         self._consumer_waits = True
@@ -174,7 +175,7 @@ class Producer:
                 if self._options.fetch == "thread" and not self._threaded and self._may_start:
                     self._start("fetch='thread' was asked for")
                 if self._ended or self._stopping or self._threaded:
-                    return _end() if self._ended else None
+                    return end_ticket() if self._ended else None
                 credit = self._credits.get()
                 while credit is _WAITING:
                     credit = self._credits.get()
@@ -267,7 +268,7 @@ class Producer:
                 self._ready.put(ticket)
                 del ticket
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it (contract 7)
-            self._ready.put(_failed(error))
+            self._ready.put(failed_ticket(error))
         finally:
             self._insider = 0
             if self._stopping:
@@ -281,7 +282,7 @@ class Producer:
                 try:
                     batch = next(self.source)
                 except StopIteration:
-                    ticket = _end()
+                    ticket = end_ticket()
                     ticket.state = self._shared.capture_state(self)
                     return ticket
                 state = self._shared.capture_state(self)
@@ -294,7 +295,7 @@ class Producer:
             ticket.state = state
             self._sent += 1
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
-            return _failed(torchloader.error_of(self.source, error))
+            return failed_ticket(torchloader.error_of(self.source, error))
         return ticket
 
     def _send(self, batch: Any, stream: Stream) -> Ticket:
@@ -381,7 +382,7 @@ class Producer:
     def finish(self) -> None:
         """The last ticket was taken: give everything back."""
         self._ended = True
-        self._ready.put(_end())  # for another thread that waits at this iterator
+        self._ready.put(end_ticket())  # for another thread that waits at this iterator
         if self._stopping:
             return  # whoever stops the pass gives back, or whoever is inside, when the loader comes back
         thread = self._thread
@@ -404,7 +405,7 @@ class Producer:
         if not self._stopping:
             self._stopping = True
             self._credits.put(_STOP)
-            self._ready.put(_failed(self._closed()))  # a consumer that waits in another thread
+            self._ready.put(failed_ticket(self._closed()))  # a consumer that waits in another thread
 
     def stop(self, *, why: str = "", seconds: float = LEAVE_SECONDS) -> bool:
         """Leave the pass: flag, wake, join, clear. May be called from any thread and more than once.
@@ -492,7 +493,9 @@ class Producer:
             self._shared.carry(source, left)
         left.clear()
         del source
-        self._ready.put(_failed(self._closed()) if self._stopping else _end())  # somebody may be about to wait
+        self._ready.put(
+            failed_ticket(self._closed()) if self._stopping else end_ticket()
+        )  # somebody may be about to wait
         packers, self.transfer.packers = self.transfer.packers, None
         if packers is not None:
             packers.close()
@@ -500,23 +503,3 @@ class Producer:
 
     def _ended_by_itself(self, left: list[Ticket]) -> bool:
         return not self._stopping or all(ticket.final for ticket in left)
-
-
-def _end() -> Ticket:
-    ticket = Ticket()
-    ticket.final = True
-    return ticket
-
-
-def _failed(error: BaseException) -> Ticket:
-    """An error on its way to the consumer; our own frame tells the user nothing."""
-    ticket = _end()
-    traceback = error.__traceback__
-    if isinstance(error, StopIteration):  # not the loader's end: that one never gets here
-        reason = RuntimeError(f"StopIteration was raised outside of the loader: {error!r}")
-        reason.__cause__ = error
-        error, traceback = reason, None
-    if traceback is not None and traceback.tb_next is not None:
-        error = error.with_traceback(traceback.tb_next)
-    ticket.error = error
-    return ticket

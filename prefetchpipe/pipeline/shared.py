@@ -14,7 +14,8 @@ from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options
 from prefetchpipe.pipeline.producer import Producer
-from prefetchpipe.pipeline.transfer import Ticket, Transfer
+from prefetchpipe.pipeline.ticket import Ticket
+from prefetchpipe.pipeline.transfer import Transfer
 from prefetchpipe.stats import Counters
 
 __all__ = ["CapturedState", "Shared"]

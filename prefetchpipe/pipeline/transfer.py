@@ -23,9 +23,10 @@ from prefetchpipe.memory.ring import Slot, SlotRing
 from prefetchpipe.options import Options
 from prefetchpipe.pipeline.staging import Packers, stage
 from prefetchpipe.pipeline.threadstate import ThreadState
+from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.stats import Counters
 
-__all__ = ["Ticket", "Transfer"]
+__all__ = ["Transfer"]
 
 
 _SLOTS = 2
@@ -35,26 +36,6 @@ of the CPU's cache: packing 38 MB took 0.73 to 0.78 ms with 2 or 3 slots, 0.98 w
 
 _SMALL_BYTES = 256 << 10
 """A copy of this takes 5 us on the wire: less than ordering it across two streams costs the host."""
-
-
-class Ticket:
-    """A batch on its way: what the consumer needs to take it over."""
-
-    __slots__ = ("batch", "check", "error", "final", "ready", "state", "used_on", "uses")
-
-    def __init__(self) -> None:
-        self.batch: Any = None
-        self.ready: Event = None
-        """Passed when the copies and the transform have; None if the device has nothing to wait for."""
-        self.uses: Sequence[torch.Tensor] = ()
-        """Tensors whose memory the consumer's stream is about to use, one per allocation."""
-        self.used_on: Stream = None
-        """The stream for which their use is on record already."""
-        self.check: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self.state: Any = None
-        """The loader's state after this batch, where it has one (contract 11)."""
-        self.error: BaseException | None = None
-        self.final = False
 
 
 class Transfer:

@@ -317,7 +317,7 @@ MUTANTS = (
     Mutant(
         "only one of several waiting threads hears of the end",
         PRODUCER,
-        "self._ready.put(_end())  # for another",
+        "self._ready.put(end_ticket())  # for another",
         "pass  # for another",
         1,
         _ordering("test_c1_every_thread_that_waits_hears_of_the_end"),
@@ -381,7 +381,7 @@ MUTANTS = (
     Mutant(
         "stopping a pass does not wake its consumer",
         PRODUCER,
-        "self._ready.put(_failed(self._closed()))  # a consumer that waits",
+        "self._ready.put(failed_ticket(self._closed()))  # a consumer that waits",
         "pass  # a consumer that waits",
         9,
         _ordering("test_c9_closing_wakes_a_consumer_that_waits_in_another_thread"),
