@@ -53,7 +53,6 @@ class _Pass(Iterator[Any]):
         self._producer: Producer | None = producer
         self._static = static
         self._is_closed = False
-        producer.attach()
         self._finalizer = weakref.finalize(self, producer.detach)
         self._finalizer.atexit = False
 
@@ -79,7 +78,7 @@ class _Pass(Iterator[Any]):
             raise
         self._note_state(producer, ticket)
         self._shared.counters.batches += 1
-        producer.allow(done)
+        producer.allow(done, ticket)
         return batch
 
     def _note_state(self, producer: Producer, ticket: Ticket) -> None:
@@ -183,7 +182,7 @@ class GPUPrefetcher:
         torchloader.prepare(shared.loader)
         source, rewound = self._start_source(older)
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
-        if same and same[-1].is_live:
+        if same and same[-1].attach():
             return _Pass(self, same[-1], self._static)  # one iterator: all passes over it share what it gives
         producer = Producer(shared, source)
         if same and not rewound:
@@ -195,6 +194,7 @@ class GPUPrefetcher:
         shared.state = None
         self._passes.add(producer)
         _live.add(producer)
+        producer.attach()
         return _Pass(self, producer, self._static)
 
     def _start_source(self, older: list[Producer]) -> tuple[Any, bool]:

@@ -94,7 +94,7 @@ class _Gathering(_Stacking):
 
     def _leaf(self, tensor: torch.Tensor, rows: torch.Tensor) -> Any:
         nbytes = len(rows) * (tensor.numel() // max(len(tensor), 1)) * tensor.dtype.itemsize
-        return Gathered(tensor, rows) if nbytes >= _WORTH_BYTES else tensor[rows]
+        return Gathered(tensor, rows) if nbytes >= _WORTH_BYTES else torch.index_select(tensor, 0, rows)
 
 
 def _tensors_of(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
@@ -124,7 +124,9 @@ def _checked_index(index: Any, rows: int) -> torch.Tensor | None:
         tensor = torch.from_numpy(np.fromiter(index, np.int64, len(index)))
     else:
         return None
-    low, high = (int(value) for value in tensor.aminmax()) if len(tensor) else (0, 0)
+    if not len(tensor):
+        return None
+    low, high = (int(value) for value in tensor.aminmax())
     return tensor if low >= 0 and high < rows else None
 
 

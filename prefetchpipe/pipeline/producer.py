@@ -79,12 +79,16 @@ class Producer:
         self._done_events: list[Event] = []
         self._sent = 0
         self._taken = 0
-        self._consumer_waits = False
+        self._consumers_waiting = 0
         self._inside = threading.Lock()  # see above; the holder's thread is in _insider
         self._insider = 0
         self._ended = False
         self._stopping = False
         self._released = False
+        self._gone = threading.Event()
+        self._follow_lock = threading.Lock()
+        self._drawn_taken: Any = None
+        self._drawn_sent: Any = None
         self._users = 0
         self._predecessor: Producer | None = None
         self.why_closed = ""
@@ -116,9 +120,10 @@ class Producer:
         self._device.record(event, stream)
         return event
 
-    def allow(self, done: Event) -> None:
-        """One more batch may be sent, once ``done`` has passed."""
+    def allow(self, done: Event, ticket: Ticket) -> None:
+        """``ticket`` was taken: one more batch may be sent, once ``done`` has passed."""
         self._taken += 1
+        self._drawn_taken = ticket.drawn
         self._credits.put(done)
 
     def take(self, stream: Stream) -> Ticket:
@@ -154,7 +159,8 @@ class Producer:
                 return end_ticket()  # another consumer's thread has taken the end
             raise self._closed()  # a forked child, say, which has no thread
         started = perf_counter()
-        self._consumer_waits = True
+        with self._shared.lock:
+            self._consumers_waiting += 1
         self._credits.put(_WAITING)
         try:
             return self._ready.get()
@@ -164,7 +170,8 @@ class Producer:
                 self.stop(why="a worker process of its loader died")
             raise
         finally:
-            self._consumer_waits = False
+            with self._shared.lock:
+                self._consumers_waiting -= 1
             self._shared.counters.stall_seconds += perf_counter() - started
 
     def _take_here(self, stream: Stream) -> Ticket | None:
@@ -172,7 +179,7 @@ class Producer:
         with self._inside:  # contract 1: a second consumer's thread waits for its turn
             self._insider = threading.get_ident()
             try:
-                if self._options.fetch == "thread" and not self._threaded and self._may_start:
+                if self._options.fetch == "thread" and not self._threaded:
                     self._start("fetch='thread' was asked for")
                 if self._ended or self._stopping or self._threaded:
                     return end_ticket() if self._ended else None
@@ -181,9 +188,9 @@ class Producer:
                     credit = self._credits.get()
                 if credit is _STOP:
                     return None
-                if self._pace is not None and self._pace.may_start and self._is_behind(credit):
+                behind = self._pace is not None and self._pace.may_start and self._is_behind(credit)
+                if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
                     self._credits.put(credit)
-                    self._start("the device is slower than the loop, so a thread waits for it instead of the loop")
                     return None
                 self._wait_until_done(credit)
                 if self._pace is None or self._pace.stays:
@@ -231,21 +238,25 @@ class Producer:
 
     # The producer's side
 
-    def _start(self, reason: str) -> None:
-        self._on_caller_stream = False
-        self._threaded = True
+    def _start(self, reason: str) -> bool:
+        """Hand over to a thread. The caller is inside, so the thread begins only when it has left."""
+        if not self._may_start:
+            return False
         thread = threading.Thread(
             target=self._modes.run, args=(self._run,), name=f"prefetchpipe-producer-{self._number}", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:  # no more threads to be had: the consumer's own goes on
-            self._threaded = self._may_start = False
+            self._may_start = False
             self._pace = None
             self._shared.note_path("caller", "no thread could be started")
-            return
+            return False
+        self._on_caller_stream = False
+        self._threaded = True
         self._thread = thread
         self._shared.note_path("thread", reason)
+        return True
 
     def _run(self) -> None:
         try:
@@ -283,9 +294,11 @@ class Producer:
                     batch = next(self.source)
                 except StopIteration:
                     ticket = end_ticket()
+                    self._drawn_sent = self._shared.capture_draws()
                     ticket.state = self._shared.capture_state(self)
                     return ticket
                 state = self._shared.capture_state(self)
+                drawn = self._drawn_sent = self._shared.capture_draws()
             fetched = perf_counter()
             ticket = self._send(batch, stream)
             counters = self._shared.counters
@@ -293,9 +306,12 @@ class Producer:
             counters.fetch_seconds += self._fetch_seconds
             counters.send_seconds += self._send_seconds
             ticket.state = state
+            ticket.drawn = drawn
+            ticket.from_source = True
             self._sent += 1
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
-            return failed_ticket(torchloader.error_of(self.source, error))
+            ticket = failed_ticket(torchloader.error_of(self.source, error))
+            ticket.from_source = True
         return ticket
 
     def _send(self, batch: Any, stream: Stream) -> Ticket:
@@ -333,7 +349,7 @@ class Producer:
         # Nothing of ours is left to be taken. What may still come free: what the consumer's step holds, until it asks
         # for the next batch, and what the GPU still reads, until its stream has passed.
         aside: list[Any] = []
-        while not self._consumer_waits:
+        while not self._consumers_waiting:
             credit = self._credits.get()
             if credit is _STOP:
                 return False
@@ -359,25 +375,28 @@ class Producer:
 
     # The end
 
-    def attach(self) -> None:
-        """One more iterator shows this pass."""
-        self._users += 1
+    def attach(self) -> bool:
+        """One more iterator shows this pass; False if it is over."""
+        with self._shared.lock:
+            if self._stopping or self._released or self._pid != os.getpid():
+                return False
+            self._users += 1
+            return True
 
     def detach(self) -> None:
         """An iterator went; with the last one, the pass is left."""
-        self._users -= 1
-        if self._users <= 0:
-            self.stop()
+        with self._shared.lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            if self._pid == os.getpid():
+                self.leave("")
+        self.stop()
 
     @property
     def is_stopping(self) -> bool:
         """Whether somebody has left the pass."""
         return self._stopping
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the pass can go on."""
-        return not self._stopping and not self._released and not self._ended and self._pid == os.getpid()
 
     def finish(self) -> None:
         """The last ticket was taken: give everything back."""
@@ -437,19 +456,25 @@ class Producer:
         return True
 
     def join(self) -> None:
-        """Wait until nobody is inside any more: a one-shot source gives its batches to one pass after the other."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        """Wait until nobody is inside and all is given back: a one-shot source serves one pass after the other."""
+        if self._insider == threading.get_ident():
+            raise ValueError("the loader advances an iterator over itself")
+        self._gone.wait()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Nobody fetches for the length of a ``with`` block; a batch being fetched is waited for."""
         if self._insider == threading.get_ident():
             yield
-        else:
-            with self._inside:
+            return
+        with self._inside:
+            self._insider = threading.get_ident()
+            try:
                 yield
+            finally:
+                self._insider = 0
+        if self._stopping:
+            self._release()
 
     def has_dead_worker(self) -> bool:
         """Whether torch lost a worker process of this pass."""
@@ -460,10 +485,12 @@ class Producer:
         self._predecessor = older
 
     def _follow(self) -> None:
-        older, self._predecessor = self._predecessor, None
-        if older is not None:
-            older.join()
-            self.adopt(self._shared.take_carried(self.source))
+        with self._follow_lock:  # another consumer's thread waits here too
+            older = self._predecessor
+            if older is not None:
+                older.join()
+                self.adopt(self._shared.take_carried(self.source))
+                self._predecessor = None
 
     def adopt(self, tickets: list[Ticket]) -> None:
         """Begin with batches that an earlier pass took out of the same source (contract 1)."""
@@ -483,16 +510,19 @@ class Producer:
         left = []
         while not self._ready.empty():
             ticket = self._ready.get()
-            if not isinstance(ticket.error, (IteratorClosedError, SystemExit)):
+            if ticket.from_source and not (ticket.final and ticket.error is None):  # the end comes again by itself
                 left.append(ticket)
             del ticket
-        source, self.source = self.source, None
+        if self._stopping:
+            self._shared.restore_draws(self, self._drawn_taken, self._drawn_sent)
+        source = self.source
         if torchloader.has_dead_worker(source):
             torchloader.shut_down(source, self._shared.loader)
-        elif left and not self._ended_by_itself(left) and not torchloader.is_torchs(source):
+        elif left and not torchloader.is_torchs(source):
             self._shared.carry(source, left)
         left.clear()
         del source
+        self.source = None  # after carrying: a new pass finds either this one or what it left
         self._ready.put(
             failed_ticket(self._closed()) if self._stopping else end_ticket()
         )  # somebody may be about to wait
@@ -500,6 +530,4 @@ class Producer:
         if packers is not None:
             packers.close()
         self._shared.return_transfer(self.transfer)
-
-    def _ended_by_itself(self, left: list[Ticket]) -> bool:
-        return not self._stopping or all(ticket.final for ticket in left)
+        self._gone.set()

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options
@@ -20,8 +23,8 @@ from prefetchpipe.stats import Counters
 
 __all__ = ["CapturedState", "Shared"]
 
-_OWN_REFERENCES = 3
-"""To a source that nobody else holds, where it is counted: two variables of ours, and the count's own."""
+_OWN_REFERENCES = 4
+"""To a source that nobody else holds, where it is counted: the producer's, two variables, and the count's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Shared:
         self.newest: weakref.ref[Producer] | None = None
         self.state: CapturedState | None = None
         self.has_state = callable(attribute(loader, "state_dict"))
+        self._generators = _own_generators(loader)
         self.lock = threading.RLock()  # guards what follows, and the end of each pass
         self._idle: list[Transfer] = []
         self._leased: dict[int, int] = {}
@@ -117,6 +121,24 @@ class Shared:
         source = iter(self.loader)
         return source, not plain and before != _simple_attributes(self.loader)
 
+    # Random generators of the loader's own
+
+    def capture_draws(self) -> list[torch.Tensor] | None:
+        """The states of the generators that the user gave to the DataLoader or its sampler."""
+        return [generator.get_state() for generator in self._generators] or None
+
+    def restore_draws(self, producer: Producer, taken: Any, sent: Any) -> None:
+        """A pass is left: take back what was drawn for batches beyond the last one taken.
+
+        Torch's sampler draws once more behind the last batch, so a later pass would go on elsewhere than after the
+        plain loop. Not if anybody has drawn or seeded since.
+        """
+        if taken is None or sent is None or not self.is_newest(producer):
+            return
+        for generator, before, after in zip(self._generators, taken, sent, strict=True):
+            if torch.equal(generator.get_state(), after):
+                generator.set_state(before)
+
     # For stats() and state_dict()
 
     def note_path(self, path: str, reason: str) -> None:
@@ -144,6 +166,16 @@ def attribute(owner: Any, name: str) -> Any:
         return getattr(owner, name, None)
     except Exception:  # noqa: BLE001 - whatever a user's __getattr__ raises
         return None
+
+
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    """Of a DataLoader without or with workers: what its samplers draw from, if that is not a global generator."""
+    if not isinstance(loader, DataLoader):
+        return []
+    sampler = attribute(loader, "sampler")
+    places = (loader, sampler, attribute(attribute(loader, "batch_sampler"), "sampler"))
+    found = [attribute(place, "generator") for place in places]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _copied(value: Any) -> Any:

@@ -15,7 +15,7 @@ __all__ = ["Ticket", "end_ticket", "failed_ticket"]
 class Ticket:
     """A batch on its way: what the consumer needs to take it over."""
 
-    __slots__ = ("batch", "check", "error", "final", "ready", "state", "used_on", "uses")
+    __slots__ = ("batch", "check", "drawn", "error", "final", "from_source", "ready", "state", "used_on", "uses")
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -30,6 +30,10 @@ class Ticket:
         """The loader's state after this batch, where it has one (contract 11)."""
         self.error: BaseException | None = None
         self.final = False
+        self.from_source = False
+        """Whether the loader stands behind it; other tickets only wake somebody."""
+        self.drawn: Any = None
+        """The states of the loader's own random generators after this batch (contract 10)."""
 
 
 def end_ticket() -> Ticket:

@@ -416,3 +416,169 @@ def test_l7_a_subclass_keeps_its_own_attributes() -> None:
     prefetcher.label = "train"
     clone = copy.deepcopy(prefetcher)
     assert (clone.label, list(clone)) == ("train", [1, 2])
+
+
+# A second look: passes that are left while somebody waits, and sources that go on
+
+
+def numbers(first: int, slow_at: int, release: threading.Event) -> Iterator[int]:
+    for i in range(first, 9):
+        if i == slow_at:
+            release.wait(20)
+        yield i
+
+
+def test_c1_a_pass_closed_while_its_consumer_waits_loses_nothing() -> None:
+    release = threading.Event()
+    prefetcher = GPUPrefetcher(numbers(1, 4, release), "cpu", fetch="thread")
+    iterator = iter(prefetcher)
+    assert [next(iterator) for _ in range(3)] == [1, 2, 3]
+    waiting = Thread(lambda: next(iterator))
+    while prefetcher.stats().stall_seconds == 0 and not next(iter(prefetcher._passes))._consumers_waiting:
+        pass
+    iterator.close()
+    with pytest.raises(IteratorClosedError):
+        waiting.result()
+    release.set()
+    assert list(prefetcher) == [4, 5, 6, 7, 8]
+
+
+def wait_for_end(prefetcher: GPUPrefetcher) -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("prefetchpipe-producer"):
+            thread.join(20)
+
+
+def test_c1_a_second_pass_after_the_thread_has_read_to_the_end() -> None:
+    prefetcher = GPUPrefetcher(iter(range(4)), "cpu", fetch="thread", depth=4)
+    first = iter(prefetcher)
+    assert next(first) == 0
+    wait_for_end(prefetcher)
+    assert (list(prefetcher), list(first)) == ([1, 2, 3], [])
+
+
+def test_c7_an_error_ahead_is_not_lost_with_the_pass() -> None:
+    def rows() -> Iterator[int]:
+        yield 0
+        yield 1
+        raise ValueError("row 2")
+
+    prefetcher = GPUPrefetcher(rows(), "cpu", fetch="thread", depth=4)
+    first = iter(prefetcher)
+    assert [next(first), next(first)] == [0, 1]
+    wait_for_end(prefetcher)
+    del first
+    with pytest.raises(ValueError, match="row 2"):
+        list(prefetcher)
+
+
+@pytest.mark.parametrize("consumers", [1, 3])
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c1_a_new_pass_waits_for_who_is_inside_the_old_one(fetch: str, consumers: int) -> None:
+    release, inside = threading.Event(), threading.Event()
+
+    class Holding:
+        def __init__(self) -> None:
+            self.rows = self.make()
+
+        def make(self) -> Iterator[int]:
+            for i in range(8):
+                if i == 3:
+                    inside.set()
+                    release.wait(20)
+                yield i
+
+        def __iter__(self) -> Iterator[int]:
+            return self.rows
+
+    prefetcher = GPUPrefetcher(Holding(), "cpu", fetch=fetch, depth=1)
+    first = iter(prefetcher)
+    got = [next(first) for _ in range(3)]
+    stuck = Thread(lambda: next(first))
+    assert inside.wait(20)
+    first.close()
+    again = iter(prefetcher)
+    rest: list[int] = []
+    threads = [Thread(lambda: rest.extend(again)) for _ in range(consumers)]
+    release.set()
+    with contextlib.suppress(IteratorClosedError):
+        got.append(stuck.result())
+    for thread in threads:
+        thread.result()
+    assert sorted(got + rest) == list(range(8))
+    assert consumers > 1 or rest == sorted(rest)
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+@pytest.mark.parametrize("stop_at", [2, 5, 6])
+@pytest.mark.parametrize("rows", [12, 11])
+def test_c10_a_pass_left_early_leaves_the_generator_as_the_plain_loop(fetch: str, stop_at: int, rows: int) -> None:
+    def two_passes(wrap: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+        generator = torch.Generator().manual_seed(0)
+        loader = wrap(DataLoader(torch.arange(rows), batch_size=2, shuffle=True, generator=generator))
+        first = []
+        iterator = iter(loader)
+        for batch in iterator:
+            first.append(batch.tolist())
+            if len(first) == stop_at:
+                wait_for_end(loader)
+                break
+        del iterator
+        return first, [batch.tolist() for batch in loader]
+
+    want = two_passes(lambda loader: loader)
+    assert two_passes(lambda loader: GPUPrefetcher(loader, "cpu", fetch=fetch, depth=8)) == want
+
+
+def test_c9_closed_by_the_loaders_own_iter() -> None:
+    device = SimulatedDevice()
+    live: list[Any] = []
+
+    class Closing:
+        position = 0
+
+        def __iter__(self) -> Closing:
+            while live:
+                live.pop().close()
+            return self
+
+        def __next__(self) -> torch.Tensor:
+            if self.position >= 8:
+                raise StopIteration
+            self.position += 1
+            return torch.full((1000,), float(self.position))
+
+    prefetcher = GPUPrefetcher(Closing(), device, fetch="caller")
+    live.append(iter(prefetcher))
+    next(live[0])
+    assert len(list(prefetcher)) == 7
+    prefetcher.close()
+    assert device.pinned_bytes == 0
+
+
+def test_c15_no_thread_to_be_had_and_a_device_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    device = SimulatedDevice()
+    count = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for batch in GPUPrefetcher([torch.full((100_000,), float(i)) for i in range(20)], device):
+            device.launch(lambda _: None, batch, seconds=5.0)
+            count += 1
+    assert count == 20
+
+
+def test_c12_small_rows_arrive_with_torchs_strides() -> None:
+    x = torch.arange(24.0).reshape(4, 3, 2).transpose(1, 2)
+    loader = DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
+    [ours], [theirs] = next(iter(GPUPrefetcher(loader, "cpu"))), next(iter(loader))
+    assert (ours.stride(), ours.tolist()) == (theirs.stride(), theirs.tolist())
+
+
+def test_c7_an_empty_index_is_torchs_affair() -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(4))
+    loader = DataLoader(dataset, batch_sampler=[torch.empty(0, dtype=torch.int64)])
+    with pytest.raises(IndexError):
+        list(GPUPrefetcher(loader, "cpu"))
