@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "a credit forgets its event",
         PREFETCHER,
-        "producer.allow(done)",
-        "producer.allow(None)",
+        "producer.allow(done, ticket)",
+        "producer.allow(None, ticket)",
         4,
         _ordering("test_c4_memory_of_a_slow_device_is_bounded"),
     ),
