@@ -23,8 +23,8 @@ _LARGE_BYTES = 32 << 20
 class FewLeaves:
     """Each leaf has device memory of its own.
 
-    Making a full :class:`~prefetchpipe.batch.layout.Layout` takes some 50 microseconds, more than a batch of a few
-    token tensors takes on the wire.
+    Making a full :class:`~prefetchpipe.batch.layout.Layout` may take longer than a batch of a few token tensors takes
+    on the wire.
 
     Args:
         leaves: Leaves for which :meth:`suits` holds.

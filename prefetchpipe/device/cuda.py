@@ -1,7 +1,7 @@
 """CUDA, through CuPy's runtime calls where CuPy is there and through torch otherwise.
 
-The only file that imports CuPy and ``torch.cuda``. CuPy's calls cost about a microsecond each where torch's stream
-context costs 18 and its ``wait_event`` 10 (measured, docs/performance.md), so they serve the hot path.
+The only file that imports CuPy and ``torch.cuda``. CuPy's runtime calls cost about a microsecond each
+(docs/performance.md), so they serve the hot path.
 """
 
 from __future__ import annotations

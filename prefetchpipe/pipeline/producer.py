@@ -192,7 +192,11 @@ class Producer:
                 if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
                     self._credits.put(credit)
                     return None
-                self._wait_until_done(credit)
+                try:
+                    self._wait_until_done(credit)
+                except BaseException:
+                    self._credits.put(credit)  # Ctrl-C in the wait: the next call finds its credit again
+                    raise
                 if self._pace is None or self._pace.stays:
                     ticket = self._modes.call(self._produce, stream)
                 else:

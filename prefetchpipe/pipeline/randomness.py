@@ -15,7 +15,7 @@ __all__ = ["global_random_state"]
 def global_random_state(device: Device) -> tuple[object, ...]:
     """A fingerprint of the global generators: two calls compare equal if nobody drew in between.
 
-    Costs some 40 microseconds, so it is taken for the first batches of a pass only.
+    Copies whole states, so it is taken for the first batches of a pass only.
     """
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - it is the global generator that matters
     key = numpy_state["state"]

@@ -126,8 +126,8 @@ class Transfer:
     def _record_uses(self, ticket: Ticket, stream: Stream) -> None:
         """Contract 4: the memory is not recycled while ``stream`` may still read it.
 
-        Done when sending, for the stream that the consumer used last: up to 9 microseconds an allocation that its
-        thread does not spend. Delivery to another stream does it again.
+        Done when sending, for the stream that the consumer used last: microseconds an allocation that its thread does
+        not spend (docs/performance.md). Delivery to another stream does it again.
         """
         if stream is not None:
             for tensor in ticket.uses:

@@ -582,3 +582,24 @@ def test_c7_an_empty_index_is_torchs_affair() -> None:
     loader = DataLoader(dataset, batch_sampler=[torch.empty(0, dtype=torch.int64)])
     with pytest.raises(IndexError):
         list(GPUPrefetcher(loader, "cpu"))
+
+
+def test_c9_an_interrupted_wait_for_the_device_costs_no_batch() -> None:
+    class Interrupted(SimulatedDevice):
+        interrupts = 0
+
+        def synchronize(self, event: Any = None) -> None:
+            if event is not None and self.interrupts == 0:
+                self.interrupts = 1
+                raise KeyboardInterrupt
+            super().synchronize(event)
+
+    device = Interrupted()
+    iterator = iter(GPUPrefetcher([torch.full((4,), float(i)) for i in range(5)], device, depth=1, fetch="caller"))
+    got = []
+    for _ in range(6):
+        with contextlib.suppress(KeyboardInterrupt):
+            batch = next(iterator)
+            device.launch(lambda view: got.append(view[0].item()), batch, seconds=1.0)
+    device.synchronize()
+    assert (device.interrupts, got) == (1, [0.0, 1.0, 2.0, 3.0, 4.0])

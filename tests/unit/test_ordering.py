@@ -54,6 +54,19 @@ ONE_TO_EIGHT = constants(range(1, 9))
 # Contract 3: ordered by events
 
 
+def latched_rows() -> tuple[threading.Event, threading.Event, Callable[[], Iterator[torch.Tensor]]]:
+    """A source of two batches that says when it is asked for the second, and gives it when it may."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[torch.Tensor]:
+        yield filled(0)
+        entered.set()
+        assert leave.wait(TIMEOUT)
+        yield filled(1)
+
+    return entered, leave, rows
+
+
 def test_c3_the_consumers_stream_waits_for_the_copy(fetch: str) -> None:
     device = SimulatedDevice(bandwidth=SLOW)
     assert read_all(device, GPUPrefetcher(plain(8), device, fetch=fetch), 8) == ONE_TO_EIGHT
@@ -292,13 +305,7 @@ def test_c6_a_ring_waits_for_its_copies_before_it_goes(fetch: str) -> None:
 
 def test_c6_a_pass_that_ends_after_close_gives_its_ring_back() -> None:
     device = SimulatedDevice()
-    entered, leave = threading.Event(), threading.Event()
-
-    def rows() -> Iterator[torch.Tensor]:
-        yield filled(0)
-        entered.set()
-        assert leave.wait(TIMEOUT)
-        yield filled(1)
+    entered, leave, rows = latched_rows()
 
     prefetcher = GPUPrefetcher(rows(), device, fetch="thread")
     iterator = iter(prefetcher)
@@ -542,13 +549,7 @@ def test_c9_dropping_an_iterator_drops_the_batches_that_were_ahead(fetch: str) -
 def test_c9_closing_while_another_thread_fetches_for_itself() -> None:
     """Its batch is still to be sent: the ring is not to be given back, or handed to another pass, under its hands."""
     device = SimulatedDevice()
-    entered, leave = threading.Event(), threading.Event()
-
-    def rows() -> Iterator[torch.Tensor]:
-        yield filled(0)
-        entered.set()
-        assert leave.wait(TIMEOUT)
-        yield filled(1)
+    entered, leave, rows = latched_rows()
 
     class Loader:
         def __iter__(self) -> Iterator[torch.Tensor]:
