@@ -126,8 +126,8 @@ class GPUPrefetcher:
         transform: Called with each batch on the device, on the copy stream; returns the batch to hand out.
         fetch: Who calls ``next(loader)``: a ``"thread"``, the ``"caller"`` of ``next``, or ``"auto"``: the thread,
             unless the loader draws from this process's global random generators or batches are tiny.
-        workers: Whether the worker processes of a DataLoader write into pinned shared memory. Only ``"plain"`` and
-            ``"auto"`` (today the same) are served in this version.
+        workers: Whether the worker processes of a DataLoader write into pinned shared memory: ``"auto"`` (wherever
+            they can), ``"shared"`` (as that, with a warning where they cannot) or ``"plain"`` (never).
         copy_threads: Threads used for packing; None: chosen from the cores that this process may use.
         max_pinned_bytes: Upper bound for the page-locked host memory of this prefetcher, in bytes.
         static: Batches live at fixed device addresses (for CUDA graphs) and are valid until the next ``next``.
@@ -255,7 +255,7 @@ class GPUPrefetcher:
     def _state_dict(self) -> Any:
         """The loader's state right after the batch last yielded; prefetched batches do not count (contract 11)."""
         state = self._shared.state
-        return self._shared.loader.state_dict() if state is None else state.get()
+        return self._shared.twins.state_owner().state_dict() if state is None else state.get()
 
     def _load_state_dict(self, state: Any) -> Any:
         self._shared.state = None
@@ -279,6 +279,9 @@ class GPUPrefetcher:
             stall_seconds=counters.stall_seconds,
             depth=counters.depth,
             path=counters.path,
+            workers=counters.workers,
+            workers_reason=counters.workers_reason,
+            shared_bytes=counters.shared_bytes,
             path_reason=counters.path_reason,
         )
 

@@ -24,8 +24,11 @@ class Counters:
         "path",
         "path_reason",
         "send_seconds",
+        "shared_bytes",
         "staged_bytes",
         "stall_seconds",
+        "workers",
+        "workers_reason",
     )
 
     def __init__(self, depth: int) -> None:
@@ -34,12 +37,15 @@ class Counters:
         self.staged_bytes = 0
         self.direct_bytes = 0
         self.pageable_bytes = 0
+        self.shared_bytes = 0
         self.fetch_seconds = 0.0
         self.send_seconds = 0.0
         self.stall_seconds = 0.0
         self.depth = depth
         self.path = "not started"
         self.path_reason = ""
+        self.workers = "not started"
+        self.workers_reason = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,12 @@ class Stats:
     """``thread``: a producer thread fetches. ``caller``: the consumer's thread does, inside ``next``."""
     path_reason: str
     """Why this path was taken, and what would change it."""
+    shared_bytes: int = 0
+    """Bytes copied out of shared memory that worker processes have packed their batches into."""
+    workers: str = "not started"
+    """``shared``: worker processes pack their batches into shared memory. ``plain``: torch's way, or no workers."""
+    workers_reason: str = ""
+    """Why."""
 
     def __str__(self) -> str:
         return (

@@ -67,6 +67,16 @@ class Device(Protocol):
             PinnedMemoryError: The system refuses. No error is left behind in the thread (contract 15).
         """
 
+    def host_register(self, tensor: torch.Tensor) -> None:
+        """Page-lock the memory of a flat ``uint8`` CPU tensor where it is; it starts at a page.
+
+        Raises:
+            PinnedMemoryError: As for :meth:`host_alloc`.
+        """
+
+    def host_unregister(self, tensor: torch.Tensor) -> None:
+        """Take :meth:`host_register` back. No copy may be in flight any more (contract 6)."""
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the copy engine can read ``tensor`` where it is."""
 

@@ -47,6 +47,12 @@ class CpuDevice:
         """Never asked for: nothing is staged."""
         raise PinnedMemoryError(f"{nbytes} bytes: the CPU needs no page-locked memory")
 
+    def host_register(self, tensor: torch.Tensor) -> None:
+        """The CPU reads any memory."""
+
+    def host_unregister(self, tensor: torch.Tensor) -> None:
+        """Nothing to take back."""
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Nothing is copied from where it is: the consumer's batch is its own (contract 5)."""
         return False
@@ -64,8 +70,10 @@ class CpuDevice:
         return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Never asked for: nothing is staged."""
-        raise NotImplementedError
+        """Copy now."""
+        start = dst.storage_offset() * dst.dtype.itemsize
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,)).copy_(src)
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy now."""

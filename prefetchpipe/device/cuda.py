@@ -141,6 +141,16 @@ class CudaDevice:
                 return _RegisteredBlock(nbytes)
             return _CupyBlock(self._cupy, nbytes)
 
+    def host_register(self, tensor: torch.Tensor) -> None:
+        """Through torch's CUDA runtime."""
+        with torch.cuda.device(self.torch_device):
+            _register(tensor)
+
+    def host_unregister(self, tensor: torch.Tensor) -> None:
+        """See the protocol; legal in any thread."""
+        with _RelaxedCapture(), torch.cuda.device(self.torch_device):
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the copy engine can read ``tensor`` where it is."""
         return tensor.is_pinned()
@@ -288,16 +298,24 @@ class _RegisteredBlock:
             raise PinnedMemoryError(f"mmap of {nbytes} bytes: {error}") from error
         self.nbytes = nbytes
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
-        if int(status):
+        try:
+            _register(self.tensor)
+        except PinnedMemoryError:
             del self.tensor
-            _clear_last_error()
-            raise PinnedMemoryError(f"cudaHostRegister of {nbytes} bytes: CUDA error {int(status)}")
+            raise
 
     def free(self) -> None:
         """Unregister; the pages go with the last view."""
         torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
         del self.tensor, self._map
+
+
+def _register(tensor: torch.Tensor) -> None:
+    """Page-lock the bytes of a flat ``uint8`` tensor."""
+    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), len(tensor), 0)
+    if int(status):
+        _clear_last_error()
+        raise PinnedMemoryError(f"cudaHostRegister of {len(tensor)} bytes: CUDA error {int(status)}")
 
 
 def _clear_last_error() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
+
+import torch
 
 from prefetchpipe.device.base import Device, HostBlock
-from prefetchpipe.errors import PinnedMemoryError
+from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 
 __all__ = ["PinnedMemory"]
 
@@ -22,12 +25,13 @@ class PinnedMemory:
         allocations: Allocations made so far.
     """
 
-    __slots__ = ("_device", "_lock", "allocations", "held_bytes", "limit")
+    __slots__ = ("_device", "_lock", "_warned", "allocations", "held_bytes", "limit")
 
     def __init__(self, device: Device, limit: int | None) -> None:
         self._device = device
         # Passes allocate in several threads; reentrant, since the collector may free another pass's ring in here.
         self._lock = threading.RLock()
+        self._warned = False
         self.limit = limit
         self.held_bytes = 0
         self.allocations = 0
@@ -39,13 +43,9 @@ class PinnedMemory:
             PinnedMemoryError: The budget is used up, or the system refuses. Nothing is held then.
         """
         with self._lock:
-            if self.limit is not None and self.held_bytes + nbytes > self.limit:
-                raise PinnedMemoryError(
-                    f"{nbytes} bytes more than the {self.held_bytes} held would pass max_pinned_bytes={self.limit}"
-                )
+            self._check(nbytes)
             block = self._device.host_alloc(nbytes)
-            self.held_bytes += nbytes
-            self.allocations += 1
+            self._count(nbytes)
             return block
 
     def free(self, block: HostBlock) -> None:
@@ -53,3 +53,36 @@ class PinnedMemory:
         with self._lock:
             self.held_bytes -= block.nbytes
         block.free()
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Page-lock the memory of ``tensor``, flat ``uint8`` and page-aligned, where it is.
+
+        Raises:
+            PinnedMemoryError: As for :meth:`alloc`.
+        """
+        with self._lock:
+            self._check(len(tensor))
+            self._device.host_register(tensor)
+            self._count(len(tensor))
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        """Take :meth:`register` back; no copy may be reading ``tensor`` any more."""
+        with self._lock:
+            self.held_bytes -= len(tensor)
+        self._device.host_unregister(tensor)
+
+    def warn(self, reason: str) -> None:
+        """Tell the user that page-locked memory was refused: once for a prefetcher, however often it happens."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"page-locked memory was refused: {reason}", PrefetchWarning, stacklevel=2)
+
+    def _check(self, nbytes: int) -> None:
+        if self.limit is not None and self.held_bytes + nbytes > self.limit:
+            raise PinnedMemoryError(
+                f"{nbytes} bytes more than the {self.held_bytes} held would pass max_pinned_bytes={self.limit}"
+            )
+
+    def _count(self, nbytes: int) -> None:
+        self.held_bytes += nbytes
+        self.allocations += 1

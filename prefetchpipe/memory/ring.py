@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from prefetchpipe.batch.few import FewLeaves
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.device.base import Device, Event, HostBlock
-from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
+from prefetchpipe.errors import PinnedMemoryError
 from prefetchpipe.memory.pinned import PinnedMemory
 
 __all__ = ["Slot", "SlotRing"]
@@ -74,7 +73,7 @@ class SlotRing:
         poison: Overwrite a slot before it is written again, so that a late copy shows (``checked=True``).
     """
 
-    __slots__ = ("_device", "_memory", "_poison", "_refused", "_slots", "_warned")
+    __slots__ = ("_device", "_memory", "_poison", "_refused", "_slots")
 
     def __init__(self, device: Device, memory: PinnedMemory, slots: int, *, poison: bool = False) -> None:
         self._device = device
@@ -82,7 +81,6 @@ class SlotRing:
         self._slots: deque[Slot] = deque(Slot(device.new_event()) for _ in range(slots))
         self._refused: int | None = None  # a batch of this many bytes was refused: do not ask at every batch
         self._poison = poison
-        self._warned = False
 
     def would_wait(self) -> bool:
         """Whether the oldest slot is still being copied from: the device is behind by a whole ring."""
@@ -127,14 +125,9 @@ class SlotRing:
             self._slots.remove(slot)
             left = len(self._slots)
             rest = f"at most {left} slots, or with copies from pageable memory, which are slower"
-            self._warn(f"{refused}; the batch has {nbytes} bytes; going on with {rest}")
+            self._memory.warn(f"{refused}; the batch has {nbytes} bytes; going on with {rest}")
             return False
         return True
-
-    def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"page-locked memory was refused: {reason}", PrefetchWarning, stacklevel=2)
 
     def close(self) -> None:
         """Wait for the copies under way, then give all memory back (slots outlive every copy, contract 6)."""

@@ -196,10 +196,14 @@ def _draws_as_known() -> bool:
 # Torch's collate function, with large stacks left to be filled in
 
 
-def collate(samples: Any) -> Any:  # noqa: PLR0911 - a list of kinds, one line each
+def collate(samples: Any, *, worth: int = _WORTH_BYTES) -> Any:  # noqa: PLR0911 - a list of kinds, one line each
     """``torch.utils.data.default_collate``, with rows in place of large tensors.
 
     Source: torch/utils/data/_utils/collate.py. Only the plain types are taken apart here; the rest is torch's.
+
+    Args:
+        samples: What a data set gave for one batch.
+        worth: Bytes from which a stack is left to be filled in.
     """
     if type(samples) not in (list, tuple) or not samples:
         return torch_collate(samples)
@@ -207,20 +211,22 @@ def collate(samples: Any) -> Any:  # noqa: PLR0911 - a list of kinds, one line e
     if any(type(sample) is not kind for sample in samples):
         return torch_collate(samples)
     if kind is torch.Tensor:
-        return _stacked(samples, samples)
+        return _stacked(samples, samples, worth)
     if kind is np.ndarray and samples[0].ndim and samples[0].dtype.kind in "biufc":
         tensors = [array_to_tensor(sample) for sample in samples]
-        return _stacked(tensors, samples) if all(tensor is not None for tensor in tensors) else torch_collate(samples)
+        if all(tensor is not None for tensor in tensors):
+            return _stacked(tensors, samples, worth)
+        return torch_collate(samples)
     if kind in (tuple, list) and len({len(sample) for sample in samples}) == 1:
-        return [collate(column) for column in zip(*samples, strict=True)]
+        return [collate(column, worth=worth) for column in zip(*samples, strict=True)]
     if kind is dict:
-        return {key: collate([sample[key] for sample in samples]) for key in samples[0]}
+        return {key: collate([sample[key] for sample in samples], worth=worth) for key in samples[0]}
     return torch_collate(samples)
 
 
-def _stacked(tensors: Sequence[Any], samples: Any) -> Any:
+def _stacked(tensors: Sequence[Any], samples: Any, worth: int) -> Any:
     first = tensors[0]
-    if first.numel() * first.dtype.itemsize * len(tensors) < _WORTH_BYTES:
+    if first.numel() * first.dtype.itemsize * len(tensors) < worth:
         return torch_collate(samples)
     alike = all(
         t.shape == first.shape

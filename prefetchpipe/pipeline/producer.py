@@ -420,7 +420,7 @@ class Producer:
         if torchloader.has_workers(source) and (
             torchloader.has_dead_worker(source) or not getattr(source, "_persistent_workers", False)
         ):
-            torchloader.shut_down(source, self._shared.loader)
+            self._shared.twins.shut_down(source)
 
     def leave(self, why: str) -> None:
         """The first step of :meth:`stop`: flag and wake."""
@@ -447,7 +447,7 @@ class Producer:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             if torchloader.has_dead_worker(self.source):
-                torchloader.shut_down(self.source, self._shared.loader)
+                self._shared.twins.shut_down(self.source)
             else:
                 torchloader.wake(self.source)
             thread.join(seconds)
@@ -521,10 +521,13 @@ class Producer:
             self._shared.restore_draws(self, self._drawn_taken, self._drawn_sent)
         source = self.source
         if torchloader.has_dead_worker(source):
-            torchloader.shut_down(source, self._shared.loader)
+            self._shared.twins.shut_down(source)
         elif left and not torchloader.is_torchs(source):
             self._shared.carry(source, left)
         left.clear()
+        with self._device.beside_captures():
+            self.transfer.give_back_slots()
+            self._shared.twins.retire(source)  # before its workers are ended: none of them waits for a slot then
         del source
         self.source = None  # after carrying: a new pass finds either this one or what it left
         self._ready.put(

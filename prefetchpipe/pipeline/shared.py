@@ -19,6 +19,7 @@ from prefetchpipe.options import Options
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.transfer import Transfer
+from prefetchpipe.pipeline.twins import Twins
 from prefetchpipe.stats import Counters
 
 __all__ = ["CapturedState", "Shared"]
@@ -53,6 +54,7 @@ class Shared:
         self.options = options
         self.counters = Counters(options.depth)
         self.memory = PinnedMemory(device, options.max_pinned_bytes)
+        self.twins = Twins(loader, device, options, self.memory, self.counters)
         self.depth_warned = False
         self.newest: weakref.ref[Producer] | None = None
         self.state: CapturedState | None = None
@@ -90,6 +92,7 @@ class Shared:
             self._carried = None
         for transfer in idle:
             transfer.close()
+        self.twins.close()
 
     # One-shot sources
 
@@ -118,7 +121,8 @@ class Shared:
         method = getattr(type(self.loader), "__iter__", None)
         plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
         before = None if plain else _simple_attributes(self.loader)
-        source = iter(self.loader)
+        source = iter(self.twins.iterable())
+        self.twins.bind(source)
         return source, not plain and before != _simple_attributes(self.loader)
 
     # Random generators of the loader's own
@@ -151,7 +155,7 @@ class Shared:
         if not self.has_state or not self.is_newest(producer):
             return None
         try:
-            return CapturedState(_copied(self.loader.state_dict()))
+            return CapturedState(_copied(self.twins.state_owner().state_dict()))
         except Exception as error:  # noqa: BLE001 - the loop did not ask for it; who does will see it
             return CapturedState(error=error)
 

@@ -24,6 +24,7 @@ from prefetchpipe.options import Options
 from prefetchpipe.pipeline.staging import Packers, stage
 from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.pipeline.ticket import Ticket
+from prefetchpipe.pipeline.workers import WorkerBatch, WorkerSlot
 from prefetchpipe.stats import Counters
 
 __all__ = ["Transfer"]
@@ -62,6 +63,9 @@ class Transfer:
         self._walk = WalkCache()
         self._events: deque[Event] = deque()
         self._held: deque[tuple[Event, Any]] = deque()
+        self._lent: deque[tuple[Event, WorkerSlot]] = deque()
+        self._lent_events: list[Event] = []
+        self._memory = memory
         self._last_bytes = 0
         self.consumer_stream: Stream = None
         self.packers: Packers | None = None
@@ -93,9 +97,13 @@ class Transfer:
         """
         ticket = Ticket()
         leaves: list[Any] = []
-        spec = flatten(batch, leaves, self._walk)
-        if leaves:
-            leaves = self._send_leaves(leaves, ticket, stream, caller, reusable_source=reusable_source)
+        if type(batch) is WorkerBatch:
+            spec = batch.spec
+            leaves = self._send_from_worker(batch, ticket, stream, caller)
+        else:
+            spec = flatten(batch, leaves, self._walk)
+            if leaves:
+                leaves = self._send_leaves(leaves, ticket, stream, caller, reusable_source=reusable_source)
         batch = unflatten(spec, leaves)
         del leaves, spec
         if self._transform is not None:
@@ -140,6 +148,7 @@ class Transfer:
             self._close()
 
     def _close(self) -> None:
+        self.give_back_slots()
         while self._held:
             event, _ = self._held.popleft()
             self._device.synchronize(event)  # contract 6: a pinned source outlives the copy out of it
@@ -170,9 +179,64 @@ class Transfer:
             uses += (leaves[i] for i in plan.resident)
             self._order_after(caller)
         if self._checked:
-            self._remember(ticket, leaves, out, plan.packed + plan.pinned)
+            self._remember(ticket, [(out[i], leaves[i].clone()) for i in plan.packed + plan.pinned])
         ticket.uses = uses
         return out
+
+    def _send_from_worker(
+        self, batch: WorkerBatch, ticket: Ticket, stream: Stream, caller: Stream
+    ) -> list[torch.Tensor]:
+        """A batch that lies packed in a worker's slot."""
+        device, layout, slot = self._device, batch.layout, batch.slot
+        self._return_slots()
+        out: list[Any] = [None] * batch.count
+        for i, leaf in zip(batch.moved, batch.others, strict=True):
+            out[i] = leaf
+        if device.staged and not slot.pin():
+            for i, leaf in zip(batch.packed, batch.copied_leaves(), strict=True):
+                out[i] = leaf
+            batch.take_slot().give_back()
+            return self._send_leaves(out, ticket, stream, caller, reusable_source=True)
+        uses: list[torch.Tensor] = []
+        if batch.others:
+            moved = self._send_leaves(batch.others, ticket, stream, caller, reusable_source=True)
+            uses += ticket.uses
+            for i, leaf in zip(batch.moved, moved, strict=True):
+                out[i] = leaf
+        sent = batch.copied_leaves() if self._checked else []
+        arrived, memory = layout.allocate(device.empty, device.alloc)
+        for i, leaf in zip(batch.packed, arrived, strict=True):
+            out[i] = leaf
+        _, pieces = slot.views.views(layout)
+        event = self._lent_events.pop() if self._lent_events else device.new_event()
+        try:
+            for target, piece in zip(memory, pieces, strict=True):
+                device.copy(target, piece, stream)
+        finally:
+            # Contract 6: the worker writes the slot again when this event has passed, also after half a copy.
+            device.record(event, stream)
+            self._lent.append((event, batch.take_slot()))
+        if self._checked:
+            self._remember(ticket, list(zip(arrived, sent, strict=True)))
+        self._last_bytes = layout.nbytes
+        self._counters.copied_bytes += layout.nbytes
+        self._counters.shared_bytes += layout.nbytes
+        ticket.uses = uses + memory if device.staged else uses
+        return out
+
+    def _return_slots(self) -> None:
+        while self._lent and self._device.query(self._lent[0][0]):
+            event, slot = self._lent.popleft()
+            slot.give_back()
+            self._lent_events.append(event)
+
+    def give_back_slots(self) -> None:
+        """All slots of workers, as soon as the copies out of them have passed."""
+        while self._lent:
+            event, slot = self._lent.popleft()
+            self._device.synchronize(event)  # contract 6
+            slot.give_back()
+            self._lent_events.append(event)
 
     def _send_packed(
         self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream
@@ -266,11 +330,10 @@ class Transfer:
                     found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return list(found.values())
 
-    def _remember(self, ticket: Ticket, leaves: list[Any], out: list[Any], which: list[int]) -> None:
+    def _remember(self, ticket: Ticket, check: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """``checked=True``: what was sent, to be compared on arrival; before the transform if there is one."""
-        check = [(out[i], leaves[i].clone()) for i in which]
         if self._transform is None:
-            ticket.check = check
+            ticket.check = [*(ticket.check or ()), *check]
             return
         event = self._device.new_event()
         self._device.record(event, self._device.copy_stream)

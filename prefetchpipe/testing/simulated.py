@@ -253,6 +253,22 @@ class SimulatedDevice:
             block.tensor.fill_(POISON)
             self.pinned_bytes -= block.nbytes
 
+    def host_register(self, tensor: torch.Tensor) -> None:
+        """Counts as page-locked from here on; refused beyond ``pinned_limit``."""
+        with self._lock:
+            if self._pinned_limit is not None and self.pinned_bytes + len(tensor) > self._pinned_limit:
+                raise PinnedMemoryError(f"{len(tensor)} bytes: the simulated limit is {self._pinned_limit}")
+            self._pinned.append(_span_of(tensor))
+            self.pinned_bytes += len(tensor)
+            self.pinned_allocations += 1
+
+    def host_unregister(self, tensor: torch.Tensor) -> None:
+        """Poison, as for host memory that is freed: a copy that is still under way carries it to the device."""
+        with self._lock:
+            tensor.fill_(POISON)
+            self._pinned.remove(_span_of(tensor))
+            self.pinned_bytes -= len(tensor)
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` came from :meth:`pin_memory`."""
         pointer = tensor.data_ptr()
@@ -419,6 +435,10 @@ def _tail_of(stream: SimulatedStream) -> _Event:
     event = _Event()
     event.at = stream.tail
     return event
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + len(tensor)
 
 
 def _fill(block: _Block) -> None:

@@ -1,0 +1,323 @@
+"""The worker's side of the worker path: a collate function that packs its batch into shared memory.
+
+Runs in the worker processes of a DataLoader. What crosses the queue to the parent is a description of some
+hundred bytes, which :mod:`prefetchpipe.pipeline.workers` reads there.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from torch.utils.data import default_collate, get_worker_info
+
+from prefetchpipe.batch.few import FewLeaves
+from prefetchpipe.batch.layout import Layout
+from prefetchpipe.batch.plan import Plan, PlanCache
+from prefetchpipe.batch.rows import copy_all
+from prefetchpipe.batch.tree import WalkCache, flatten
+from prefetchpipe.device.cpu import cpu_device
+from prefetchpipe.memory.ring import Slot
+from prefetchpipe.memory.shared import Segment
+from prefetchpipe.pipeline.datasets import collate
+
+__all__ = ["BUSY", "FREE", "STATE", "STOP", "Message", "WorkerCollate"]
+
+STATE = 0
+"""The flag of a slot: the worker makes it busy, the parent makes it free (contract 6)."""
+FREE, BUSY = 0, 1
+STOP = 0
+"""The flag of the control segment: not 0 once the parent takes no more batches."""
+
+_PAGE = 4096
+_FIRST_WAIT_SECONDS = 50e-6
+_LONGEST_WAIT_SECONDS = 2e-3
+_PATIENCE_SECONDS = 5.0
+"""After this long without a free slot a batch goes torch's way: whatever holds the slots, nothing hangs."""
+_KNOWN_PLANS = 128
+
+Receive = Callable[..., Any]
+
+
+class WorkerCollate:
+    """Takes the place of ``collate_fn`` in a copy of the user's DataLoader.
+
+    Args:
+        inner: The user's collate function.
+        token: Names the parent's side.
+        receive: Called in the parent with what was sent; a module-level function.
+        control: Its flag says when the parent has stopped.
+        slots: Most slots a worker may have.
+        limit: Most bytes of slots a worker may have; None: no limit.
+        anonymous: See :meth:`prefetchpipe.memory.shared.Segment.create`.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[Any], Any],
+        token: str,
+        receive: Receive,
+        *,
+        control: Segment,
+        slots: int,
+        limit: int | None,
+        anonymous: bool = True,
+    ) -> None:
+        self.inner = inner
+        self.token = token
+        self.receive = receive
+        self.control = control
+        self.slots = slots
+        self.limit = limit
+        self.anonymous = anonymous
+        self._packer: _Packer | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch, packed; as the user's function gave it where it cannot be."""
+        packer = self._packer
+        if packer is None:  # never in the parent: a collate function runs in the workers
+            packer = self._packer = _Packer(self)
+        return packer.pack(samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_packer": None}
+
+
+class Message(NamedTuple):
+    """A packed batch as it crosses the queue."""
+
+    token: str
+    """Names the parent's side."""
+    worker: int
+    slot: int
+    serial: int
+    """Counts the segments that the slot has had."""
+    handle: Any
+    """Opens the segment; None if the parent has it."""
+    plan: int
+    """Names the batch's plan: the layout, and which leaves it holds."""
+    is_first: bool
+    """Plans named before are to be forgotten."""
+    payload: bytes
+    """Pickled: the structure, the leaves that were not packed, and the plan where the parent does not know it."""
+
+
+class _Sent:
+    """A packed batch on its way: its pickled form is a call of ``receive`` in the parent."""
+
+    __slots__ = ("_message", "_receive")
+
+    def __init__(self, receive: Receive, message: Message) -> None:
+        self._receive = receive
+        self._message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._receive, (self._message,)
+
+
+class _Pickled:
+    """A batch on torch's way that is pickled already."""
+
+    __slots__ = ("_payload",)
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._payload,)
+
+
+class _WorkerSlot:
+    """A slot of this worker's: a segment that is replaced by a larger one when a batch does not fit."""
+
+    __slots__ = ("announced", "number", "segment", "serial", "views")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.serial = 0
+        self.announced = 0
+        self.segment: Segment | None = None
+        self.views = Slot(None)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.segment is None else len(self.segment.data)
+
+    def is_free(self) -> bool:
+        """Whether the parent has given it back: its copies have passed (contract 6)."""
+        return self.segment is None or self.segment.flags[STATE] == FREE
+
+    def replace(self, segment: Segment | None) -> None:
+        self.views.replace(None)
+        self.segment = segment
+        self.serial += 1
+        if segment is not None:
+            self.views.replace(_Block(segment))
+
+
+class _Block:
+    """A segment in the place of a pinned block."""
+
+    __slots__ = ("nbytes", "tensor")
+
+    def __init__(self, segment: Segment) -> None:
+        self.tensor = segment.data
+        self.nbytes = len(segment.data)
+
+    def free(self) -> None:
+        """Goes with its last reference."""
+
+
+class _Packer:
+    """The state of one worker process."""
+
+    def __init__(self, options: WorkerCollate) -> None:
+        info = get_worker_info()
+        self._worker = -1 if info is None else info.id
+        self._parent = os.getppid()
+        self._options = options
+        self._stacks = options.inner is default_collate
+        self._plans = PlanCache(cpu_device())
+        self._walk = WalkCache()
+        self._slots: list[_WorkerSlot] = []
+        self._largest = 0
+        self._known: dict[int, tuple[int, Plan]] = {}
+        self._plan_count = 0
+
+    def pack(self, samples: Any) -> Any:
+        """See :meth:`WorkerCollate.__call__`."""
+        options = self._options
+        batch = collate(samples, worth=1) if self._stacks else options.inner(samples)
+        leaves: list[Any] = []
+        spec = flatten(batch, leaves, self._walk)
+        plan = self._plans.get(leaves)
+        if plan.layout is None or not plan.layout.nbytes:
+            return batch
+        packed = [leaves[i] for i in plan.packed]
+        if self._fits(plan.layout.nbytes):
+            number, definition, is_first = self._definition(plan, len(leaves))
+            try:
+                payload = _pickled((spec, [leaves[i] for i in plan.moved], definition))
+            except Exception:  # noqa: BLE001 - what pickling raises is anybody's
+                self._known.pop(id(plan), None)
+                # Torch's queue would lose such a batch with a message and wait for ever; here its error arrives.
+                return _Pickled(_pickled(self._plain(batch, samples)))
+            slot = self._acquire(plan.layout.nbytes)
+            if slot is not None:
+                self._fill(slot, plan.layout, packed)
+                return _Sent(self._options.receive, self._message(slot, number, payload, is_first=is_first))
+            if definition is not None:
+                self._known.pop(id(plan), None)
+        return self._plain(batch, samples)
+
+    def _plain(self, batch: Any, samples: Any) -> Any:
+        return default_collate(samples) if self._stacks else batch
+
+    def _message(self, slot: _WorkerSlot, plan: int, payload: bytes, *, is_first: bool) -> Message:
+        assert slot.segment is not None
+        handle = slot.segment.handle if slot.announced != slot.serial else None
+        slot.announced = slot.serial
+        token = self._options.token
+        return Message(token, self._worker, slot.number, slot.serial, handle, plan, is_first, payload)
+
+    def _definition(self, plan: Plan, count: int) -> tuple[int, Any, bool]:
+        """The number under which the parent knows ``plan``, and the plan itself where it does not yet."""
+        known = self._known.get(id(plan))
+        if known is not None:
+            return known[0], None, False
+        is_first = len(self._known) >= _KNOWN_PLANS or not self._known
+        if is_first:  # the parent forgets them with this message too
+            self._known.clear()
+        self._plan_count += 1
+        self._known[id(plan)] = self._plan_count, plan
+        return self._plan_count, (plan.layout, plan.packed, plan.moved, count), is_first
+
+    def _fill(self, slot: _WorkerSlot, layout: Layout | FewLeaves, packed: list[Any]) -> None:
+        assert slot.segment is not None
+        slot.segment.flags[STATE] = BUSY
+        try:
+            views, _ = slot.views.views(layout)
+            copy_all(views, layout.sources(packed))
+        except BaseException:
+            slot.segment.flags[STATE] = FREE
+            raise
+
+    # Slots
+
+    def _fits(self, nbytes: int) -> bool:
+        limit = self._options.limit
+        return limit is None or nbytes <= limit
+
+    def _acquire(self, nbytes: int) -> _WorkerSlot | None:
+        """A free slot of at least ``nbytes``; None where there is none to be had."""
+        self._largest = max(self._largest, nbytes)
+        deadline = 0.0
+        pause = _FIRST_WAIT_SECONDS
+        while True:
+            slot = self._free_slot(nbytes)
+            if slot is not None:
+                return slot if slot.nbytes >= nbytes or self._grow(slot) else None
+            if self._is_over():
+                return None
+            now = monotonic()
+            deadline = deadline or now + _PATIENCE_SECONDS
+            if now > deadline:
+                return None
+            sleep(pause)
+            pause = min(2 * pause, _LONGEST_WAIT_SECONDS)
+
+    def _free_slot(self, nbytes: int) -> _WorkerSlot | None:
+        free = [slot for slot in self._slots if slot.is_free()]
+        for slot in free:
+            if slot.nbytes >= nbytes:
+                return slot
+        if len(self._slots) < self._options.slots and self._room(None):
+            self._slots.append(_WorkerSlot(len(self._slots)))
+            return self._slots[-1]
+        for slot in free:
+            if self._room(slot):
+                return slot
+        # Within the limit one large slot may have to take the place of several small ones.
+        if len(free) == len(self._slots):
+            for slot in free[1:]:
+                slot.replace(None)
+            return free[0]
+        return None
+
+    def _room(self, instead: _WorkerSlot | None) -> bool:
+        """Whether the limit allows a slot of the largest size, in the place of ``instead``."""
+        limit = self._options.limit
+        if limit is None:
+            return True
+        others = sum(slot.nbytes for slot in self._slots if slot is not instead)
+        return others + self._rounded(self._largest) <= limit
+
+    def _rounded(self, nbytes: int) -> int:
+        limit = self._options.limit
+        whole = -(-nbytes // _PAGE) * _PAGE
+        return whole if limit is None else min(whole, limit)
+
+    def _grow(self, slot: _WorkerSlot) -> bool:
+        """To the largest batch of this worker so far, exactly: slots of one size serve all its batches."""
+        slot.replace(None)  # the old memory goes first
+        try:
+            segment = Segment.create(self._rounded(self._largest), anonymous=self._options.anonymous)
+        except (OSError, RuntimeError, ValueError):
+            return False
+        slot.replace(segment)
+        return True
+
+    def _is_over(self) -> bool:
+        """Nobody will give a slot back: the parent has stopped, or is gone."""
+        return self._options.control.flags[STOP] != 0 or os.getppid() != self._parent
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = BytesIO()
+    ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()

@@ -1,0 +1,174 @@
+"""Which loader a pass iterates over: the user's own, or a copy of it whose workers write into shared memory.
+
+The user's DataLoader is not changed. A shallow copy, its twin, gets a collate function of ours; samplers, generators
+and data set are the user's own objects, the worker processes are the twin's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from prefetchpipe.device.base import Device
+from prefetchpipe.errors import PrefetchWarning
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.options import Options
+from prefetchpipe.pipeline import torchloader
+from prefetchpipe.pipeline.collate import WorkerCollate
+from prefetchpipe.pipeline.workers import SlotTable, receive
+from prefetchpipe.stats import Counters
+
+__all__ = ["Twins"]
+
+_STATEFUL_MODULE = "torchdata.stateful_dataloader.stateful_dataloader"
+_TABLE = "_prefetchpipe_slots"
+"""Attribute of torch's iterator over a twin: its slots live as long as it does."""
+
+
+class Twins:
+    """Of one prefetcher.
+
+    Args:
+        loader: The user's loader.
+        device: Where batches go.
+        options: ``workers``, ``max_pinned_bytes``, ``checked``.
+        memory: Page-locks what the workers write.
+        counters: Say which way the workers' batches go.
+    """
+
+    def __init__(self, loader: Any, device: Device, options: Options, memory: PinnedMemory, counters: Counters) -> None:
+        self._loader = loader
+        self._device = device
+        self._options = options
+        self._memory = memory
+        self._counters = counters
+        self._twin: Any = None  # the newest one
+        self._table: SlotTable | None = None
+        self._has_warned = False
+
+    def iterable(self) -> Any:
+        """What the next pass iterates over."""
+        why = self._refusal()
+        self._counters.workers, self._counters.workers_reason = ("plain", why) if why else ("shared", _SHARED)
+        if why:
+            if self._options.workers == "shared" and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"workers='shared' is not possible: {why}; batches go the plain way", PrefetchWarning, stacklevel=4
+                )
+            return self._loader
+        loader = self._loader
+        is_stateful = hasattr(loader, "next_iter_state")
+        if is_stateful and loader.next_iter_state is not None:  # load_state_dict() was called
+            self.close()
+            twin = self._make()
+            loader.next_iter_state = None  # as its own __iter__ would
+            return twin
+        keeps = loader.persistent_workers or getattr(self._twin, "_initial_iter_for_state_dict", False)
+        return self._twin if self._twin is not None and keeps else self._make()
+
+    def bind(self, source: Any) -> None:
+        """``source`` is the iterator over what :meth:`iterable` gave."""
+        if self._twin is None or not torchloader.has_workers(source):
+            return
+        if source._collate_fn is self._twin.collate_fn:  # noqa: SLF001 - the mark of an iterator over the twin
+            setattr(source, _TABLE, self._table)
+
+    def state_owner(self) -> Any:
+        """Whose ``state_dict()`` speaks of the batches."""
+        if not hasattr(self._loader, "next_iter_state") or self._refusal():
+            return self._loader
+        if self._twin is None and self._loader.next_iter_state is None:
+            self._make()
+        return self._loader if self._twin is None else self._twin
+
+    def retire(self, source: Any) -> None:
+        """The pass over ``source`` has ended, all copies of its batches too. Workers that persist keep their slots."""
+        table = getattr(source, _TABLE, None)
+        if table is None or getattr(source, "_persistent_workers", False):
+            return
+        table.close()
+        if table is self._table:
+            self._twin = self._table = None
+
+    def shut_down(self, source: Any) -> None:
+        """End the workers behind ``source``, after one of them died or its pass failed."""
+        table = getattr(source, _TABLE, None)
+        if table is not None:
+            table.close()
+        torchloader.shut_down(source, self._loader if table is None else self._twin)
+        if table is not None and table is self._table:
+            self._twin = self._table = None
+
+    def close(self) -> None:
+        """End workers that persist, and give their memory back."""
+        twin, table = self._twin, self._table
+        self._twin = self._table = None
+        if table is not None:
+            table.close()
+        iterator = getattr(twin, "_iterator", None)
+        if iterator is not None and table is not None and table.pid == os.getpid():
+            torchloader.shut_down(iterator, twin)
+
+    def _make(self) -> Any:
+        options = self._options
+        table = self._table = SlotTable(self._device, self._memory, poison=options.checked)
+        self._twin = _twin_of(self._loader, table, options.max_pinned_bytes)
+        return self._twin
+
+    def _refusal(self) -> str:
+        if self._options.workers == "plain":
+            return "workers='plain' was asked for"
+        return _refusal(self._loader)
+
+
+_SHARED = "worker processes pack their batches into shared memory"
+
+
+def _twin_of(loader: DataLoader[Any], table: SlotTable, limit: int | None) -> DataLoader[Any]:
+    twin: DataLoader[Any] = object.__new__(type(loader))
+    twin.__dict__.update(loader.__dict__)
+    ahead = loader.prefetch_factor or 2
+    twin.__dict__.update(
+        collate_fn=WorkerCollate(
+            loader.collate_fn,
+            table.token,
+            receive,
+            control=table.control,
+            # Batches that a worker may have ready, and one or two being copied; see docs/workers.md.
+            slots=ahead + (2 if loader.num_workers == 1 else 1),
+            limit=None if limit is None else limit // loader.num_workers,
+        ),
+        pin_memory=False,  # torch's thread for that would copy what is in pinned memory already
+        _iterator=None,
+    )
+    return twin
+
+
+def _refusal(loader: Any) -> str:
+    """Why the workers of ``loader`` cannot write into shared memory; empty if they can."""
+    if not isinstance(loader, DataLoader):
+        return "the loader is not a torch DataLoader"
+    if not loader.num_workers:
+        return "the DataLoader has no worker processes"
+    cls: Any = type(loader)
+    if (cls.__iter__, cls._get_iterator) not in _known_protocols():
+        return f"{cls.__name__} has an __iter__ of its own, which would see packed batches"
+    if getattr(loader, "_initial_iter_for_state_dict", False):
+        return "state_dict() has started the workers of this pass already"
+    if not hasattr(os, "fork"):
+        return "this platform has no shared memory of the kind it takes"
+    return ""
+
+
+def _known_protocols() -> list[tuple[Any, Any]]:
+    """Iteration by torch's own DataLoader, and by torchdata's where somebody has imported it."""
+    known: list[Any] = [DataLoader]
+    module = sys.modules.get(_STATEFUL_MODULE)
+    if module is not None:
+        known.append(module.StatefulDataLoader)
+    return [(cls.__iter__, cls._get_iterator) for cls in known]
