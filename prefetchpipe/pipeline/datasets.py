@@ -25,6 +25,8 @@ __all__ = ["in_memory_source"]
 _WORTH_BYTES = 64 << 10
 """Smaller leaves are stacked by torch itself."""
 
+_SMALL_SAMPLE_BYTES = 4 << 10
+
 
 def in_memory_source(loader: Any, iterator: Any) -> Any:
     """``iterator``, or one that yields the same batches with rows in place of the large tensors.
@@ -208,7 +210,7 @@ def collate(samples: Any, *, worth: int = _WORTH_BYTES) -> Any:  # noqa: PLR0911
     if type(samples) not in (list, tuple) or not samples:
         return torch_collate(samples)
     kind = type(samples[0])
-    if any(type(sample) is not kind for sample in samples):
+    if set(map(type, samples)) != {kind}:
         return torch_collate(samples)
     if kind is torch.Tensor:
         return _stacked(samples, samples, worth)
@@ -226,8 +228,11 @@ def collate(samples: Any, *, worth: int = _WORTH_BYTES) -> Any:  # noqa: PLR0911
 
 def _stacked(tensors: Sequence[Any], samples: Any, worth: int) -> Any:
     first = tensors[0]
-    if first.numel() * first.dtype.itemsize * len(tensors) < worth:
+    nbytes = first.numel() * first.dtype.itemsize
+    if nbytes * len(tensors) < worth:
         return torch_collate(samples)
+    if nbytes < _SMALL_SAMPLE_BYTES:  # looking at each costs more than stacking them and copying the stack
+        return _stacked_now(tensors, samples)
     alike = all(
         t.shape == first.shape
         and t.dtype == first.dtype
@@ -239,3 +244,13 @@ def _stacked(tensors: Sequence[Any], samples: Any, worth: int) -> Any:
         for t in tensors
     )
     return Stacked(tensors) if alike else torch_collate(samples)
+
+
+def _stacked_now(tensors: Sequence[Any], samples: Any) -> Any:
+    """Without the shared memory of its own that torch's function takes for every tensor in a worker process."""
+    try:
+        stacked = torch.stack(tuple(tensors))
+    except Exception:  # noqa: BLE001 - torch's function says it its own way
+        return torch_collate(samples)
+    is_plain = stacked.layout is torch.strided and not (stacked.requires_grad or stacked.is_quantized)
+    return stacked if is_plain and stacked.dtype == tensors[0].dtype else torch_collate(samples)

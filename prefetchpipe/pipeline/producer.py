@@ -524,6 +524,9 @@ class Producer:
             self._shared.twins.shut_down(source)
         elif left and not torchloader.is_torchs(source):
             self._shared.carry(source, left)
+            left = []
+        for ticket in left:
+            ticket.error = None  # its traceback leads back to the ticket, and holds torch's iterator until a collection
         left.clear()
         with self._device.beside_captures():
             self.transfer.give_back_slots()

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -1129,3 +1130,42 @@ def test_c9_l7_the_original_is_not_disturbed_by_being_copied(device: Any, fetch:
     seen += list(iterator)
     settle(device)
     assert_same([to_plain(b) for b in seen], seen_by_twin)
+
+
+class _BlockedDataset(torch.utils.data.Dataset):
+    """Item 3 waits for the parent."""
+
+    def __init__(self, reached, release):
+        self.reached, self.release = reached, release
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 3:
+            self.reached.set()
+            self.release.wait(30)
+        return index
+
+
+@pytest.mark.parametrize("workers", ["plain", "shared"])
+def test_l2_a_pass_left_while_its_thread_waits_for_a_worker_leaves_nothing_to_the_collector(workers):
+    context = multiprocessing.get_context("fork")
+    reached, release = context.Event(), context.Event()
+    loader = DataLoader(_BlockedDataset(reached, release), batch_size=1, num_workers=1, prefetch_factor=1)
+    prefetcher = GPUPrefetcher(loader, device="cpu", fetch="thread", workers=workers)
+    gc.disable()
+    try:
+        iterator = iter(prefetcher)
+        source = weakref.ref(next(iter(prefetcher._passes)).source)
+        next(iterator)
+        reached.wait(30)
+        thread = next(iter(prefetcher._passes))._thread
+        del iterator  # the thread is woken; torch then waits for its worker
+        release.set()
+        thread.join(30)
+        left = source()
+    finally:
+        release.set()
+        gc.enable()
+    assert left is None
