@@ -312,7 +312,7 @@ class RaisesAtThree(Dataset):
         return 10
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 3:
+        if index == 2:
             self.a_frame_of_the_dataset()
         return torch.tensor([index])
 
@@ -1133,7 +1133,7 @@ def test_c9_l7_the_original_is_not_disturbed_by_being_copied(device: Any, fetch:
 
 
 class _BlockedDataset(torch.utils.data.Dataset):
-    """Item 3 waits for the parent."""
+    """Item 2 waits for the parent."""
 
     def __init__(self, reached, release):
         self.reached, self.release = reached, release
@@ -1142,7 +1142,7 @@ class _BlockedDataset(torch.utils.data.Dataset):
         return 10
 
     def __getitem__(self, index):
-        if index == 3:
+        if index == 2:
             self.reached.set()
             self.release.wait(30)
         return index
