@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.schema import Cell, Regime, Result, RowResult
+from benchmarks.schema import OURS, Cell, Regime, Result, RowResult
 from benchmarks.table import REGIMES
 
 __all__ = ["draw"]
+
+_FEWEST_POINTS = 2
 
 _OURS, _PEER, _WRONG, _IDEAL = "#d1495b", "#8d99ae", "#e3c16f", "#1b4965"
 
@@ -42,7 +44,52 @@ def draw(result: Result, folder: Path) -> list[Path]:
         figure.savefig(path, dpi=120)
         plt.close(figure)
         written.append(path)
+    if path := _over_workers(result, folder, plt):
+        written.append(path)
     return written
+
+
+def _over_workers(result: Result, folder: Path, plt: Any) -> Path | None:
+    """GB/s over the number of worker processes, a line per contender; None without at least two numbers."""
+    rows = [row for row in result.rows if "workers" in row.parts and row.name.endswith("-workers")]
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for regime in row.regimes:
+            if regime.name == "transfer":
+                for cell in regime.cells:
+                    if cell.median:
+                        rate = row.batch_bytes / cell.median / 1e6
+                        lines.setdefault(cell.contender, []).append((int(row.parts["workers"]), rate))
+    if len(rows) < _FEWEST_POINTS:
+        return None
+    figure, panel = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    last = max(int(row.parts["workers"]) for row in rows)
+    taken: list[float] = []
+    gap = 0.045 * max(rate for points in lines.values() for _, rate in points)
+    for name, points in sorted(lines.items(), key=lambda line: line[1][-1][1]):
+        is_ours = name.startswith(OURS)
+        places, rates = zip(*sorted(points), strict=True)
+        panel.plot(places, rates, marker="o", ms=5, lw=2.4 if is_ours else 1.4, color=_OURS if is_ours else _PEER)
+        at = max([rates[-1], *(height + gap for height in taken)])
+        taken.append(at)
+        panel.annotate(name, (places[-1], at), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
+    link = result.limits.get("h2d_gb_per_s")
+    if link:
+        panel.axhline(link, color=_IDEAL, lw=1.5, ls="--")
+        panel.annotate(f"the link, {link:.0f} GB/s", (1, link), xytext=(0, 4), textcoords="offset points", fontsize=9)
+    panel.set_xlim(0.5, last * 1.35)
+    panel.set_ylim(bottom=0)
+    panel.set_xticks(sorted({int(row.parts["workers"]) for row in rows}))
+    panel.set_xlabel("worker processes")
+    panel.set_ylabel("GB/s (more is better)")
+    panel.set_title(f"{_wrapped(rows[0].title.replace(' 1 workers', ' N workers'))}", fontsize=11, loc="left")
+    figure.suptitle(f"Batches on the device, {result.machine.get('name', '')}, {result.date[:10]}", fontsize=12)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    path = folder / "over-workers.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
 
 
 def _panel(panel: Any, row: RowResult, regime: Regime) -> None:

@@ -12,6 +12,7 @@ __all__ = ["GROUPS", "all_rows", "select"]
 GROUPS = {
     "loader": "batches from one process",
     "workers": "DataLoader with worker processes",
+    "scaling": "the same over the number of workers: 1, 2, 4, 8, 12",
     "measure": "what is not a time per batch",
     "race": "wrong batches",
     "host": "from the GPU back, tables on the host",

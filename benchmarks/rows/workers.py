@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.batches import leaves, map_leaves
 from benchmarks.environment import Env
-from benchmarks.rows.base import LoaderRow
+from benchmarks.rows.base import Context, LoaderRow
 from benchmarks.rows.ready import dlrm_batch, images_batch, tokens_batch
+from benchmarks.schema import RowResult
 from benchmarks.sources import LoaderSource, Source, only
 
 __all__ = ["ROWS", "Samples", "WholeBatches", "WorkersRow"]
@@ -82,6 +83,7 @@ class WorkersRow(LoaderRow):
         pool: Rows in the pool.
         whole: The dataset gives whole batches.
         lengths: See :class:`Samples`.
+        workers: Their number, in the place of ``Env.workers``.
     """
 
     group = "workers"
@@ -99,10 +101,23 @@ class WorkersRow(LoaderRow):
         basis: str,
         whole: bool = False,
         lengths: tuple[int, ...] = (),
+        workers: int | None = None,
     ) -> None:
+        self._workers = workers
+        if workers is not None:
+            self.group = "scaling"
         self.name, self.title, self.rank, self.basis = name, title, rank, basis
         self._make, self._batch, self._rows, self._whole, self._lengths = make, batch, pool, whole, lengths
         self._pool: Any = None
+
+    def run(self, context: Context) -> RowResult:
+        """See :class:`LoaderRow`; the number of workers stands beside the other parts."""
+        result = super().run(context)
+        result.parts["workers"] = self._count(context.env)
+        return result
+
+    def _count(self, env: Env) -> int:
+        return self._workers or env.workers
 
     def source(self, env: Env) -> Source:
         """See :class:`LoaderRow`."""
@@ -110,7 +125,7 @@ class WorkersRow(LoaderRow):
 
     def window(self, env: Env) -> tuple[int, int]:
         """More than the two batches that each worker has under way, at either end."""
-        return 3 * env.workers, 2 * env.workers + 4
+        return 3 * self._count(env), 2 * self._count(env) + 4
 
     def race_source(self, env: Env, count: int) -> tuple[Source, list[int]]:
         """Small batches: workers must be quicker than the GPU for a race to show."""
@@ -129,17 +144,18 @@ class WorkersRow(LoaderRow):
         """What the workers need for collating alone: each stacks batches into memory of its own that is used again."""
         dataset = self._dataset(env)
         context = multiprocessing.get_context("fork")
-        counts = context.Array("q", env.workers)
+        workers = self._count(env)
+        counts = context.Array("q", workers)
         processes = [
             context.Process(target=_collate_for, args=(dataset, 0.8, counts, place), daemon=True)
-            for place in range(env.workers)
+            for place in range(workers)
         ]
         for process in processes:
             process.start()
         for process in processes:
             process.join(30)
         done = sum(counts[:])
-        return (800.0 / done if done else 0.0), f"{env.workers} workers collating, nothing else"
+        return (800.0 / done if done else 0.0), f"{workers} workers collating, nothing else"
 
     def release(self) -> None:
         """See :class:`LoaderRow`."""
@@ -164,7 +180,7 @@ class WorkersRow(LoaderRow):
 
     def _loader(self, env: Env, dataset: Any) -> Source:
         workers: dict[str, Any] = {
-            "num_workers": env.workers,
+            "num_workers": self._count(env),
             "persistent_workers": True,
             "prefetch_factor": 2,
             "multiprocessing_context": "fork",
@@ -205,6 +221,8 @@ def _collate_for(dataset: Samples | WholeBatches, seconds: float, counts: Any, p
     counts[place] = count
 
 
+_IMAGES = "256x3x224x224 uint8 + labels, DataLoader with {} workers, samples decoded"
+
 ROWS = (
     WorkersRow(
         "workers-images", images_batch, "256x3x224x224 uint8 + labels, DataLoader with workers, samples decoded",
@@ -217,5 +235,12 @@ ROWS = (
     WorkersRow(
         "workers-tokens", tokens_batch, "3 x int64 [64, 128..2048], DataLoader with workers",
         batch=64, pool=1024, rank=3, basis="loop", lengths=(512, 128, 2048, 1024, 256, 1536, 768, 1792),
+    ),
+    *(
+        WorkersRow(
+            f"images-{count}-workers", images_batch, _IMAGES.format(count),
+            batch=256, pool=1024, rank=count, basis="link", workers=count,
+        )
+        for count in (1, 2, 4, 8, 12)
     ),
 )  # fmt: skip
