@@ -53,6 +53,7 @@ class WorkerCollate:
         receive: Called in the parent with what was sent; a module-level function.
         control: Its flag says when the parent has stopped.
         slots: Most slots a worker may have.
+        ahead: Of these, how many it may need for batches that it has ready.
         limit: Most bytes of slots a worker may have; None: no limit.
         anonymous: See :meth:`prefetchpipe.memory.shared.Segment.create`.
     """
@@ -65,6 +66,7 @@ class WorkerCollate:
         *,
         control: Segment,
         slots: int,
+        ahead: int,
         limit: int | None,
         anonymous: bool = True,
     ) -> None:
@@ -73,6 +75,7 @@ class WorkerCollate:
         self.receive = receive
         self.control = control
         self.slots = slots
+        self.ahead = ahead
         self.limit = limit
         self.anonymous = anonymous
         self._packer: _Packer | None = None
@@ -99,12 +102,18 @@ class Message(NamedTuple):
     """Counts the segments that the slot has had."""
     handle: Any
     """Opens the segment; None if the parent has it."""
+    dropped: tuple[int, ...]
+    """Slots whose segments the worker has let go."""
+    kept: int
+    """Most slots that the parent may keep for copies under way while it waits for this worker."""
     plan: int
     """Names the batch's plan: the layout, and which leaves it holds."""
     is_first: bool
     """Plans named before are to be forgotten."""
+    definition: bytes | None
+    """Pickled: the plan, where the parent does not know it."""
     payload: bytes
-    """Pickled: the structure, the leaves that were not packed, and the plan where the parent does not know it."""
+    """Pickled: the structure, and the leaves that were not packed."""
 
 
 class _Sent:
@@ -152,6 +161,13 @@ class _WorkerSlot:
         """Whether the parent has given it back: its copies have passed (contract 6)."""
         return self.segment is None or self.segment.flags[STATE] == FREE
 
+    def is_dropped(self) -> bool:
+        """Whether the parent has a segment of it that is no more; says so once."""
+        if self.segment is not None or self.announced == self.serial or not self.announced:
+            return False
+        self.announced = self.serial
+        return True
+
     def replace(self, segment: Segment | None) -> None:
         self.views.replace(None)
         self.segment = segment
@@ -186,6 +202,7 @@ class _Packer:
         self._walk = WalkCache()
         self._slots: list[_WorkerSlot] = []
         self._largest = 0
+        self._promised = 0
         self._known: dict[int, tuple[int, Plan]] = {}
         self._plan_count = 0
 
@@ -197,35 +214,49 @@ class _Packer:
         spec = flatten(batch, leaves, self._walk)
         plan = self._plans.get(leaves)
         if plan.layout is None or not plan.layout.nbytes:
-            return batch
-        packed = [leaves[i] for i in plan.packed]
-        if self._fits(plan.layout.nbytes):
-            number, definition, is_first = self._definition(plan, len(leaves))
-            try:
-                payload = _pickled((spec, [leaves[i] for i in plan.moved], definition))
-            except Exception:  # noqa: BLE001 - what pickling raises is anybody's
-                self._known.pop(id(plan), None)
-                # Torch's queue would lose such a batch with a message and wait for ever; here its error arrives.
-                return _Pickled(_pickled(self._plain(batch, samples)))
-            slot = self._acquire(plan.layout.nbytes)
-            if slot is not None:
-                self._fill(slot, plan.layout, packed)
-                return _Sent(self._options.receive, self._message(slot, number, payload, is_first=is_first))
-            if definition is not None:
-                self._known.pop(id(plan), None)
-        return self._plain(batch, samples)
+            return _Pickled(_pickled(batch))
+        sent = self._sent(plan, spec, leaves) if self._fits(plan.layout.nbytes) else None
+        return _Pickled(_pickled(self._plain(batch, samples))) if sent is None else sent
 
     def _plain(self, batch: Any, samples: Any) -> Any:
         return default_collate(samples) if self._stacks else batch
 
-    def _message(self, slot: _WorkerSlot, plan: int, payload: bytes, *, is_first: bool) -> Message:
+    def _sent(self, plan: Plan, spec: Any, leaves: list[Any]) -> _Sent | None:
+        """The batch in a slot; None where it cannot be."""
+        layout = plan.layout
+        assert layout is not None
+        try:
+            payload = _pickled((spec, [leaves[i] for i in plan.moved]))
+        except Exception:  # noqa: BLE001 - what pickling raises is anybody's, and torch's way says it again
+            return None
+        slot = self._acquire(layout.nbytes)
+        if slot is None:
+            return None
+        self._fill(slot, layout, [leaves[i] for i in plan.packed])
+        return _Sent(self._options.receive, self._message(slot, plan, len(leaves), payload))
+
+    def _message(self, slot: _WorkerSlot, plan: Plan, count: int, payload: bytes) -> Message:
+        """Last of all: what it says counts as known to the parent from here on."""
         assert slot.segment is not None
+        number, definition, is_first = self._definition(plan, count)
         handle = slot.segment.handle if slot.announced != slot.serial else None
         slot.announced = slot.serial
-        token = self._options.token
-        return Message(token, self._worker, slot.number, slot.serial, handle, plan, is_first, payload)
+        dropped = tuple(other.number for other in self._slots if other.is_dropped())
+        return Message(
+            token=self._options.token,
+            worker=self._worker,
+            slot=slot.number,
+            serial=slot.serial,
+            handle=handle,
+            dropped=dropped,
+            kept=self._promise(),
+            plan=number,
+            is_first=is_first,
+            definition=definition,
+            payload=payload,
+        )
 
-    def _definition(self, plan: Plan, count: int) -> tuple[int, Any, bool]:
+    def _definition(self, plan: Plan, count: int) -> tuple[int, bytes | None, bool]:
         """The number under which the parent knows ``plan``, and the plan itself where it does not yet."""
         known = self._known.get(id(plan))
         if known is not None:
@@ -235,7 +266,7 @@ class _Packer:
             self._known.clear()
         self._plan_count += 1
         self._known[id(plan)] = self._plan_count, plan
-        return self._plan_count, (plan.layout, plan.packed, plan.moved, count), is_first
+        return self._plan_count, _pickled((plan.layout, plan.packed, plan.moved, count)), is_first
 
     def _fill(self, slot: _WorkerSlot, layout: Layout | FewLeaves, packed: list[Any]) -> None:
         assert slot.segment is not None
@@ -253,6 +284,15 @@ class _Packer:
         limit = self._options.limit
         return limit is None or nbytes <= limit
 
+    def _promise(self) -> int:
+        """How many slots the parent may keep: whatever that is, one more is left for a batch of the largest size."""
+        options = self._options
+        self._promised = self._largest
+        slots = options.slots
+        if options.limit is not None:
+            slots = min(slots, options.limit // self._rounded(self._largest))
+        return min(1, slots - 1) if slots <= options.ahead else slots - options.ahead
+
     def _acquire(self, nbytes: int) -> _WorkerSlot | None:
         """A free slot of at least ``nbytes``; None where there is none to be had."""
         self._largest = max(self._largest, nbytes)
@@ -262,7 +302,7 @@ class _Packer:
             slot = self._free_slot(nbytes)
             if slot is not None:
                 return slot if slot.nbytes >= nbytes or self._grow(slot) else None
-            if self._is_over():
+            if self._is_over() or not self._will_be_free(nbytes):
                 return None
             now = monotonic()
             deadline = deadline or now + _PATIENCE_SECONDS
@@ -283,11 +323,16 @@ class _Packer:
             if self._room(slot):
                 return slot
         # Within the limit one large slot may have to take the place of several small ones.
-        if len(free) == len(self._slots):
+        held = sum(slot.nbytes for slot in self._slots if slot not in free)
+        if free and self._options.limit is not None and held + self._rounded(self._largest) <= self._options.limit:
             for slot in free[1:]:
                 slot.replace(None)
             return free[0]
         return None
+
+    def _will_be_free(self, nbytes: int) -> bool:
+        """Whether the parent gives a slot back while it waits for this batch: what it keeps was promised for a size."""
+        return self._options.limit is None or nbytes <= self._promised
 
     def _room(self, instead: _WorkerSlot | None) -> bool:
         """Whether the limit allows a slot of the largest size, in the place of ``instead``."""

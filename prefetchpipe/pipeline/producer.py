@@ -293,6 +293,7 @@ class Producer:
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""
         try:
             started = perf_counter()
+            self.transfer.return_slots()
             with self._modes.user_code():
                 try:
                     batch = next(self.source)
@@ -418,7 +419,9 @@ class Producer:
         source = self.source
         self.finish()
         if torchloader.has_workers(source) and (
-            torchloader.has_dead_worker(source) or not getattr(source, "_persistent_workers", False)
+            torchloader.has_dead_worker(source)
+            or not getattr(source, "_persistent_workers", False)
+            or self._shared.twins.is_broken(source)
         ):
             self._shared.twins.shut_down(source)
 

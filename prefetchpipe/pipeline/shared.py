@@ -121,8 +121,9 @@ class Shared:
         method = getattr(type(self.loader), "__iter__", None)
         plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
         before = None if plain else _simple_attributes(self.loader)
-        source = iter(self.twins.iterable())
-        self.twins.bind(source)
+        iterable = self.twins.iterable()
+        source = iter(iterable)
+        self.twins.bind(source, iterable)
         return source, not plain and before != _simple_attributes(self.loader)
 
     # Random generators of the loader's own

@@ -75,7 +75,9 @@ class Transfer:
         return self._last_bytes <= _SMALL_BYTES and self._transform is None and not self._checked
 
     def is_behind(self) -> bool:
-        """Whether sending would have to wait for the device."""
+        """Whether fetching or sending would have to wait for the device."""
+        if self._lent and self._lent[-1][1].is_wanted() and not self._device.query(self._lent[0][0]):
+            return True
         return self._ring is not None and self._ring.would_wait()
 
     def send(self, batch: Any, modes: ThreadState, stream: Stream, *, caller: Stream, reusable_source: bool) -> Ticket:
@@ -97,9 +99,11 @@ class Transfer:
         """
         ticket = Ticket()
         leaves: list[Any] = []
+        lent: WorkerBatch | None = None
         if type(batch) is WorkerBatch:
             spec = batch.spec
             leaves = self._send_from_worker(batch, ticket, stream, caller)
+            lent = batch if batch.unpacked is None else None
         else:
             spec = flatten(batch, leaves, self._walk)
             if leaves:
@@ -107,7 +111,12 @@ class Transfer:
         batch = unflatten(spec, leaves)
         del leaves, spec
         if self._transform is not None:
-            batch = self._transformed(batch, modes)
+            try:
+                batch = self._transformed(batch, modes)
+            except torch.OutOfMemoryError:
+                if lent is not None:
+                    self._take_back(lent)
+                raise
             ticket.uses = self._distinct(find_tensors(batch))
         ticket.batch = batch
         if stream is self._device.copy_stream and self._device.staged and (ticket.uses or self._transform is not None):
@@ -187,16 +196,10 @@ class Transfer:
         self, batch: WorkerBatch, ticket: Ticket, stream: Stream, caller: Stream
     ) -> list[torch.Tensor]:
         """A batch that lies packed in a worker's slot."""
+        if batch.unpacked is not None or (self._device.staged and not batch.slot.pin()):
+            return self._send_leaves(batch.unpacked or batch.unpack(), ticket, stream, caller, reusable_source=True)
         device, layout, slot = self._device, batch.layout, batch.slot
-        self._return_slots()
         out: list[Any] = [None] * batch.count
-        for i, leaf in zip(batch.moved, batch.others, strict=True):
-            out[i] = leaf
-        if device.staged and not slot.pin():
-            for i, leaf in zip(batch.packed, batch.copied_leaves(), strict=True):
-                out[i] = leaf
-            batch.take_slot().give_back()
-            return self._send_leaves(out, ticket, stream, caller, reusable_source=True)
         uses: list[torch.Tensor] = []
         if batch.others:
             moved = self._send_leaves(batch.others, ticket, stream, caller, reusable_source=True)
@@ -215,6 +218,7 @@ class Transfer:
         finally:
             # Contract 6: the worker writes the slot again when this event has passed, also after half a copy.
             device.record(event, stream)
+            slot.count(1)
             self._lent.append((event, batch.take_slot()))
         if self._checked:
             self._remember(ticket, list(zip(arrived, sent, strict=True)))
@@ -224,19 +228,36 @@ class Transfer:
         ticket.uses = uses + memory if device.staged else uses
         return out
 
-    def _return_slots(self) -> None:
-        while self._lent and self._device.query(self._lent[0][0]):
-            event, slot = self._lent.popleft()
-            slot.give_back()
-            self._lent_events.append(event)
+    def return_slots(self) -> None:
+        """Before the loader is asked for a batch: its worker may be waiting for a slot that we hold."""
+        while self._lent:
+            event, slot = self._lent[0]
+            if not self._device.query(event):
+                if not self._lent[-1][1].is_wanted():  # the last one's: of no other worker has the number grown
+                    return
+                self._device.synchronize(event)
+            self._return(event, slot)
 
     def give_back_slots(self) -> None:
         """All slots of workers, as soon as the copies out of them have passed."""
         while self._lent:
-            event, slot = self._lent.popleft()
+            event, slot = self._lent[0]
             self._device.synchronize(event)  # contract 6
-            slot.give_back()
-            self._lent_events.append(event)
+            self._return(event, slot)
+
+    def _return(self, event: Event, slot: WorkerSlot) -> None:
+        self._lent.popleft()
+        slot.count(-1)
+        slot.give_back()
+        self._lent_events.append(event)
+
+    def _take_back(self, batch: WorkerBatch) -> None:
+        """The batch just sent is to be sent again, or dropped: its slot is its own again when no copy reads it."""
+        event, slot = self._lent.pop()
+        self._device.synchronize(event)  # contract 6
+        slot.count(-1)
+        batch.put_slot(slot)
+        self._lent_events.append(event)
 
     def _send_packed(
         self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -26,7 +27,7 @@ __all__ = ["Twins"]
 
 _STATEFUL_MODULE = "torchdata.stateful_dataloader.stateful_dataloader"
 _TABLE = "_prefetchpipe_slots"
-"""Attribute of torch's iterator over a twin: its slots live as long as it does."""
+"""Attribute of a twin, and of torch's iterator over it: the slots live as long as these do."""
 
 
 class Twins:
@@ -46,6 +47,7 @@ class Twins:
         self._options = options
         self._memory = memory
         self._counters = counters
+        self._lock = threading.RLock()  # two threads may start passes; the collector may end one in here
         self._twin: Any = None  # the newest one
         self._table: SlotTable | None = None
         self._has_warned = False
@@ -62,21 +64,25 @@ class Twins:
                 )
             return self._loader
         loader = self._loader
-        is_stateful = hasattr(loader, "next_iter_state")
-        if is_stateful and loader.next_iter_state is not None:  # load_state_dict() was called
-            self.close()
-            twin = self._make()
-            loader.next_iter_state = None  # as its own __iter__ would
-            return twin
-        keeps = loader.persistent_workers or getattr(self._twin, "_initial_iter_for_state_dict", False)
-        return self._twin if self._twin is not None and keeps else self._make()
+        with self._lock:
+            keeps = loader.persistent_workers or getattr(self._twin, "_initial_iter_for_state_dict", False)
+            if getattr(loader, "next_iter_state", None) is not None:  # load_state_dict() was called
+                if keeps:  # other workers belong to a pass that goes on as it was
+                    self.close()
+                twin = self._make()
+                loader.next_iter_state = None  # as its own __iter__ would
+                return twin
+            return self._twin if self._twin is not None and keeps else self._make()
 
-    def bind(self, source: Any) -> None:
-        """``source`` is the iterator over what :meth:`iterable` gave."""
-        if self._twin is None or not torchloader.has_workers(source):
-            return
-        if source._collate_fn is self._twin.collate_fn:  # noqa: SLF001 - the mark of an iterator over the twin
-            setattr(source, _TABLE, self._table)
+    def bind(self, source: Any, iterable: Any) -> None:
+        """``source`` is the iterator over ``iterable``, which :meth:`iterable` gave; maybe not the newest by now."""
+        if iterable is not self._loader:
+            setattr(source, _TABLE, getattr(iterable, _TABLE))
+
+    def is_broken(self, source: Any) -> bool:
+        """Whether what the workers behind ``source`` send cannot be relied upon any more."""
+        table = getattr(source, _TABLE, None)
+        return table is not None and table.is_broken
 
     def state_owner(self) -> Any:
         """Whose ``state_dict()`` speaks of the batches."""
@@ -117,8 +123,8 @@ class Twins:
     def _make(self) -> Any:
         options = self._options
         table = self._table = SlotTable(self._device, self._memory, poison=options.checked)
-        self._twin = _twin_of(self._loader, table, options.max_pinned_bytes)
-        return self._twin
+        twin = self._twin = _twin_of(self._loader, table, options.max_pinned_bytes)
+        return twin
 
     def _refusal(self) -> str:
         if self._options.workers == "plain":
@@ -141,8 +147,10 @@ def _twin_of(loader: DataLoader[Any], table: SlotTable, limit: int | None) -> Da
             control=table.control,
             # Batches that a worker may have ready, and one or two being copied; see docs/workers.md.
             slots=ahead + (2 if loader.num_workers == 1 else 1),
+            ahead=ahead,
             limit=None if limit is None else limit // loader.num_workers,
         ),
+        **{_TABLE: table},
         pin_memory=False,  # torch's thread for that would copy what is in pinned memory already
         _iterator=None,
     )

@@ -40,10 +40,22 @@ class WorkerSlot:
         is_pinned: Whether the copy engine can read it.
     """
 
-    __slots__ = ("_is_lent", "_is_retired", "_table", "is_pinned", "nbytes", "segment", "serial", "tensor", "views")
+    __slots__ = (
+        "_is_lent",
+        "_is_retired",
+        "_table",
+        "_worker",
+        "is_pinned",
+        "nbytes",
+        "segment",
+        "serial",
+        "tensor",
+        "views",
+    )
 
-    def __init__(self, table: SlotTable, segment: Segment, serial: int) -> None:
+    def __init__(self, table: SlotTable, worker: int, segment: Segment, serial: int) -> None:
         self._table = table
+        self._worker = worker
         self._is_lent = False
         self._is_retired = False
         self.segment = segment
@@ -58,6 +70,16 @@ class WorkerSlot:
         """A batch lies in it."""
         self._is_lent = True
 
+    def count(self, copies: int) -> None:
+        """So many more copies out of slots of this worker are under way."""
+        under_way = self._table.under_way
+        under_way[self._worker] = under_way.get(self._worker, 0) + copies
+
+    def is_wanted(self) -> bool:
+        """Whether its worker may be out of slots until some are given back."""
+        table = self._table
+        return table.under_way.get(self._worker, 0) > table.kept.get(self._worker, 0)
+
     def give_back(self) -> None:
         """The worker may write it again (contract 6): its copies have passed, or there were none."""
         if self._table.pid != os.getpid():
@@ -66,9 +88,10 @@ class WorkerSlot:
             self._is_lent = False
             if self._table.poison:
                 self.tensor.fill_(POISON)
-            if self._is_retired:
-                self._close()
-            self.segment.flags[STATE] = FREE
+            closes = self._closes()
+        if closes:
+            self._close()
+        self.segment.flags[STATE] = FREE
 
     def pin(self) -> bool:
         """Page-lock it, once; False where that is refused."""
@@ -85,12 +108,20 @@ class WorkerSlot:
         """Its worker is done with it: the memory goes now, or when the last copy out of it has passed."""
         with self._table.lock:
             self._is_retired = True
-            if not self._is_lent:
-                self._close()
+            closes = self._closes()
+        if closes:
+            self._close()
+
+    def _closes(self) -> bool:
+        """Whether it is over, and the caller is the one to close it; outside of the lock, which the collector takes."""
+        if not self._is_retired or self._is_lent:
+            return False
+        self._is_lent = True  # once
+        return True
 
     def _close(self) -> None:
+        self.views.replace(None)  # they refer to this object: its memory goes with its last reference, uncollected
         if self.is_pinned:
-            self.is_pinned = None
             self._table.memory.unregister(self.tensor)
 
     def free(self) -> None:
@@ -108,6 +139,9 @@ class SlotTable:
     Attributes:
         token: Names this table in what the workers send.
         control: Tells the workers when to stop waiting for slots.
+        kept: How many slots of a worker may be kept while its next batch is waited for.
+        under_way: How many are being copied.
+        is_broken: A message could not be read, so what the worker says next may not be understood.
     """
 
     def __init__(self, device: Device, memory: PinnedMemory, *, poison: bool, anonymous: bool = True) -> None:
@@ -119,31 +153,52 @@ class SlotTable:
         self.control = Segment.create(0, anonymous=anonymous)
         self._slots: dict[tuple[int, int], WorkerSlot] = {}
         self._plans: dict[int, dict[int, Any]] = {}
+        self.kept: dict[int, int] = {}
+        self.under_way: dict[int, int] = {}
+        self.is_broken = False
         self.lock = threading.RLock()  # a pass may end, or the collector drop a batch, in any thread
         self._is_closed = False
         _tables[self.token] = self
 
     def receive(self, message: Message) -> WorkerBatch | None:
         """Called while the message of a worker is unpickled: that worker still lives, so its memory can be opened."""
+        try:
+            slot = self._slot_of(message)
+            plans = self._plans.setdefault(message.worker, {})
+            if message.is_first:
+                plans.clear()
+            if message.definition is not None:
+                plans[message.plan] = pickle.loads(message.definition)  # noqa: S301 - as below
+        except BaseException:
+            self.is_broken = True
+            raise
+        self.kept[message.worker] = message.kept
+        if slot is None:
+            return None
+        try:
+            spec, others = pickle.loads(message.payload)  # noqa: S301 - from a process that runs the user's own code
+            return WorkerBatch(slot, spec, others, plans[message.plan])
+        except BaseException:
+            slot.give_back()
+            raise
+
+    def _slot_of(self, message: Message) -> WorkerSlot | None:
+        """Where the batch lies; None after :meth:`close`."""
         key = message.worker, message.slot
+        gone = [(message.worker, number) for number in message.dropped]
+        if message.handle is not None:
+            gone.append(key)
+        segment = None if message.handle is None else Segment(message.handle)
         with self.lock:
-            if message.handle is not None:
-                older = self._slots.pop(key, None)
-                if older is not None:
-                    older.retire()
-                if not self._is_closed:
-                    self._slots[key] = WorkerSlot(self, Segment(message.handle), message.serial)
+            retired = [self._slots.pop(other) for other in gone if other in self._slots]
+            if segment is not None and not self._is_closed:
+                self._slots[key] = WorkerSlot(self, message.worker, segment, message.serial)
             slot = self._slots.get(key)
             if slot is not None:
                 slot.lend()
-        plans = self._plans.setdefault(message.worker, {})
-        if message.is_first:
-            plans.clear()
-        spec, others, plan = pickle.loads(message.payload)  # noqa: S301 - from a process that runs the user's own code
-        if plan is not None:
-            plans[message.plan] = plan
-        known = plans.get(message.plan)  # none after close()
-        return None if known is None else WorkerBatch(slot, spec, others, known)
+        for older in retired:
+            older.retire()
+        return slot
 
     def stop(self) -> None:
         """No more batches are taken: no worker waits for a slot from now on."""
@@ -174,12 +229,14 @@ class WorkerBatch:
         moved: The places of ``others``.
         others: Leaves that came torch's way.
         count: Number of leaves.
+        unpacked: All leaves, once they had to be copied out of the slot.
     """
 
-    __slots__ = ("_slot", "count", "layout", "moved", "others", "packed", "spec")
+    __slots__ = ("_slot", "count", "layout", "moved", "others", "packed", "spec", "unpacked")
 
-    def __init__(self, slot: WorkerSlot | None, spec: Any, others: list[Any], definition: Any) -> None:
-        self._slot = slot
+    def __init__(self, slot: WorkerSlot, spec: Any, others: list[Any], definition: Any) -> None:
+        self._slot: WorkerSlot | None = slot
+        self.unpacked: list[Any] | None = None
         self.spec = spec
         self.others = others
         self.layout: Layout | FewLeaves
@@ -188,13 +245,28 @@ class WorkerBatch:
     @property
     def slot(self) -> WorkerSlot:
         """Where it lies."""
-        assert self._slot is not None, "a batch of a pass that has ended"
+        assert self._slot is not None, "its slot was taken"
         return self._slot
 
     def take_slot(self) -> WorkerSlot:
         """The slot, to be given back by the caller."""
         slot, self._slot = self.slot, None
         return slot
+
+    def put_slot(self, slot: WorkerSlot) -> None:
+        """Take :meth:`take_slot` back: no copy reads the slot, and the batch can be sent again."""
+        self._slot = slot
+
+    def unpack(self) -> list[Any]:
+        """All leaves in memory of their own; the slot is given back."""
+        leaves: list[Any] = [None] * self.count
+        for i, leaf in zip(self.moved, self.others, strict=True):
+            leaves[i] = leaf
+        for i, leaf in zip(self.packed, self.copied_leaves(), strict=True):
+            leaves[i] = leaf
+        self.unpacked = leaves
+        self.take_slot().give_back()
+        return leaves
 
     def copied_leaves(self) -> list[torch.Tensor]:
         """The packed leaves, copied to memory of their own."""
