@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler
 
+from prefetchpipe.batch.search import find_tensors
 from prefetchpipe.device import resolve
-from prefetchpipe.device.base import Device
+from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.options import Options
 from prefetchpipe.prefetcher import GPUPrefetcher
 
 __all__ = ["StandIn", "is_served", "make_options", "warn_of_world_size"]
 
-_OWN_ATTRIBUTES = frozenset(("_shared", "_passes", "_static", "_is_retired"))
+_OWN_ATTRIBUTES = frozenset(("_shared", "_passes", "_static", "_is_retired", "_hands_out_late"))
 _OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("depth", "static", "keep_arrays"))
 
 
@@ -32,10 +34,14 @@ class StandIn(GPUPrefetcher):
         loader: What the framework would iterate over.
         device: Where the framework would move its batches.
         options: From :func:`make_options`.
+        hands_out_late: Whether the framework takes a batch one step before it hands it out, to know which is the last.
     """
 
-    def __init__(self, loader: Any, device: torch.device | Device, options: Options) -> None:
+    def __init__(
+        self, loader: Any, device: torch.device | Device, options: Options, *, hands_out_late: bool = False
+    ) -> None:
         self._is_retired = False
+        self._hands_out_late = hands_out_late
         self._setup(loader, resolve(device), options)
 
     @property  # type: ignore[misc]
@@ -58,7 +64,9 @@ class StandIn(GPUPrefetcher):
         if self._is_retired:
             self._shared.state = None
             return iter(self._shared.loader)
-        return super().__iter__()
+        batches = super().__iter__()
+        device = self._shared.device
+        return _HandedOutLate(batches, device) if self._hands_out_late and device.staged else batches
 
     def retire(self, *, keep_state: bool) -> None:
         """End every pass and step aside: batches are the loader's own from now on, on the host.
@@ -73,6 +81,39 @@ class StandIn(GPUPrefetcher):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return StandIn.__new__, (StandIn,), self.__getstate__()
+
+
+class _HandedOutLate(Iterator[Any]):
+    """For a framework that asks for the next batch, and then hands out the one before.
+
+    That one was delivered to the stream of an earlier moment. If the consumer has changed streams since, the batch is
+    delivered to the new one as well.
+    """
+
+    def __init__(self, batches: Iterator[Any], device: Device) -> None:
+        self._batches = batches
+        self._device = device
+        self._batch: Any = None
+        self._stream: Stream = None
+
+    def __next__(self) -> Any:
+        stream = self._device.current_stream()
+        if self._stream is not None and stream is not self._stream:
+            self._deliver_again(stream)
+        self._batch = None
+        self._batch = next(self._batches)
+        self._stream = stream
+        return self._batch
+
+    def _deliver_again(self, stream: Stream) -> None:
+        device = self._device
+        delivered = device.new_event()
+        device.record(delivered, self._stream)
+        device.wait(stream, delivered)  # contract 3: the copy is behind this event, on the stream of that moment
+        for tensor in find_tensors(self._batch):
+            with suppress(RuntimeError, NotImplementedError, TypeError):  # a wrapper without memory of its own
+                if device.is_resident(tensor):
+                    device.record_use(tensor, stream)  # contract 4: this stream reads it, whatever allocated it
 
 
 def make_options(depth: int, options: dict[str, Any]) -> Options:

@@ -109,5 +109,5 @@ def prefetch_prepared(loader: Any, *, depth: int = 2, **options: Any) -> Any:
     if issubclass(type(base), StandIn):
         base.close()
         base = base.wrapped
-    loader.base_dataloader = StandIn(base, device, checked)
+    loader.base_dataloader = StandIn(base, device, checked, hands_out_late=True)
     return loader

@@ -115,7 +115,8 @@ class GPUPrefetch(Callback):  # type: ignore[misc]
             )
             return loader
         warn_of_world_size(loader, (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
-        stand_in = StandIn(loader, device, self._options)
+        # Lightning holds a batch back where a loader, or one that it is combined with, has no length.
+        stand_in = StandIn(loader, device, self._options, hands_out_late=True)
         self._wrapped.append(weakref.ref(stand_in))
         return stand_in
 

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 Prepare = Callable[[Accelerator, Any], Any]
 
 
-def new_accelerator(**options: Any) -> Accelerator:
+def new_accelerator(*, cpu: bool = True, **options: Any) -> Accelerator:
     """A fresh one; Accelerate keeps its state in singletons."""
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     config = DataLoaderConfiguration(
         **{k: options.pop(k) for k in list(options) if hasattr(DataLoaderConfiguration, k)}
     )
-    return Accelerator(cpu=True, dataloader_config=config, **options)
+    return Accelerator(cpu=cpu, dataloader_config=config, **options)
 
 
 def loader(rows: int = 38, batch_size: int = 4, **options: Any) -> DataLoader:

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support import script_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +29,6 @@ lightning_warnings = [
 def quiet_framework(*modules: str) -> None:
     for name in modules:
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def run_example(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run ``examples/<name>`` in this process; its globals."""
-    import runpy
-
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    return runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
 def _free_port() -> int:
