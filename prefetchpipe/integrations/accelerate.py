@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from prefetchpipe.integrations._standin import StandIn, make_options, warn_of_world_size
+from prefetchpipe.integrations._standin import StandIn, is_served, make_options, warn_of_world_size
 from prefetchpipe.integrations._versions import require
 from prefetchpipe.prefetcher import GPUPrefetcher
 
@@ -21,7 +22,7 @@ require("accelerate")
 from accelerate import Accelerator  # noqa: E402 - after the check of its version
 from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher  # noqa: E402
 
-__all__ = ["is_prepared", "prefetch_prepared", "prepare"]
+__all__ = ["device_of", "is_prepared", "prefetch_prepared", "prepare"]
 
 
 def prepare(accelerator: Accelerator, loader: Any, *, depth: int = 2, **options: Any) -> Any:
@@ -83,6 +84,12 @@ def is_prepared(loader: Any) -> bool:
     return issubclass(type(loader), DataLoaderAdapter)
 
 
+def device_of(loader: Any) -> torch.device | None:
+    """Where a prepared loader puts its batches; None if it leaves them on the host."""
+    device = loader.state.device if isinstance(loader, DataLoaderDispatcher) else getattr(loader, "device", None)
+    return None if device is None else torch.device(device)
+
+
 def prefetch_prepared(loader: Any, *, depth: int = 2, **options: Any) -> Any:
     """Put a prefetcher below a prepared loader, in place; one that is there already is replaced.
 
@@ -99,12 +106,14 @@ def prefetch_prepared(loader: Any, *, depth: int = 2, **options: Any) -> Any:
         ValueError: As of :func:`prepare`.
     """
     checked = make_options(depth, options)
-    device = loader.state.device if isinstance(loader, DataLoaderDispatcher) else getattr(loader, "device", None)
+    device = device_of(loader)
     if device is None:
         raise ValueError(
             f"loader is a {type(loader).__name__} that leaves batches on the host: write "
             "Accelerator(device_placement=True), or GPUPrefetcher(DataLoader(...), device) without Accelerate"
         )
+    if not is_served(device):
+        raise ValueError(f"the accelerator's device must be a CPU or a CUDA GPU, not {device}: use the loader as it is")
     base = loader.base_dataloader
     if issubclass(type(base), StandIn):
         base.close()

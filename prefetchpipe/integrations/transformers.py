@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.integrations._standin import StandIn
+from prefetchpipe.integrations._standin import StandIn, is_served
 from prefetchpipe.integrations._versions import require
-from prefetchpipe.integrations.accelerate import is_prepared, prefetch_prepared
+from prefetchpipe.integrations.accelerate import device_of, is_prepared, prefetch_prepared
 
 require("transformers")
 
@@ -78,11 +78,12 @@ class PrefetchMixin:
     def _prefetched(self, loader: Any) -> Any:
         if is_prepared(loader) and issubclass(type(loader.base_dataloader), StandIn):
             return loader  # kept by the trainer from an earlier evaluation, with its persistent workers
-        device = self.args.device  # type: ignore[attr-defined]
-        if not is_prepared(loader) or device.type not in ("cpu", "cuda"):
+        device = device_of(loader) if is_prepared(loader) else None
+        if device is None or not is_served(device):
+            target = self.args.device  # type: ignore[attr-defined]
             self._warn(
-                f"batches of a {type(loader).__name__} for {device} are not prefetched: the trainer's loaders "
-                "have to come from accelerator.prepare, and its device has to be a CPU or a CUDA GPU"
+                f"batches of a {type(loader).__name__} for {target} are not prefetched: the trainer's loaders have to "
+                "come from accelerator.prepare, and its device has to be a CPU or a CUDA GPU"
             )
             return loader
         return prefetch_prepared(loader, depth=self.prefetch_depth, **self.prefetch_options)

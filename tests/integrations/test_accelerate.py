@@ -171,6 +171,10 @@ def test_bad_options() -> None:
         prepare(accelerator, loops.loader(), device="cpu")
     with pytest.raises(ValueError, match=r"leaves batches on the host: write Accelerator\(device_placement=True\)"):
         prepare(loops.new_accelerator(device_placement=False), loops.loader())
+    elsewhere = accelerator.prepare(loops.loader())
+    elsewhere.device = torch.device("meta")
+    with pytest.raises(ValueError, match="must be a CPU or a CUDA GPU, not meta: use the loader as it is"):
+        prepare(accelerator, elsewhere)
 
 
 def test_a_loader_that_is_sharded_already() -> None:
