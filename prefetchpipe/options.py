@@ -33,6 +33,8 @@ class Options:
     """Upper bound in bytes for the page-locked host memory of one prefetcher."""
     static: bool = False
     checked: bool = False
+    keep_arrays: bool = False
+    """NumPy arrays stay arrays: for integrations, whose frameworks move tensors only."""
 
     def __post_init__(self) -> None:
         _whole("depth", self.depth, minimum=1)

@@ -18,6 +18,7 @@ from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.datasets import in_memory_source
+from prefetchpipe.pipeline.flagged import refuse_flagged
 from prefetchpipe.pipeline.producer import Producer, exiting
 from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
@@ -134,7 +135,7 @@ class GPUPrefetcher:
         checked: Poison released memory and verify every batch on arrival. Slow; proves that a bug is not here.
 
     Raises:
-        TypeError: ``loader`` is not iterable, or an option has a wrong type.
+        TypeError: ``loader`` is not iterable or was prepared by Accelerate, or an option has a wrong type.
         ValueError: An option has a value that is not allowed, or the device is not there.
 
     Example:
@@ -161,6 +162,7 @@ class GPUPrefetcher:
     ) -> None:
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
             raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__})")
+        refuse_flagged(loader)
         options = Options(depth, transform, fetch, workers, copy_threads, max_pinned_bytes, static, checked)
         self._setup(loader, resolve(device), options)
 

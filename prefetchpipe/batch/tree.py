@@ -46,12 +46,16 @@ class WalkCache:
     """What a prefetcher remembers between batches: the places where long lists of plain scalars were found.
 
     At such a place a later list is only probed (first, last and some in the middle) before it is handed on.
+
+    Args:
+        keep_arrays: NumPy arrays are copied and stay arrays, as frameworks that move tensors only leave them.
     """
 
-    __slots__ = ("_types",)
+    __slots__ = ("_types", "keep_arrays")
     _MAX_PLACES = 256
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_arrays: bool = False) -> None:
+        self.keep_arrays = keep_arrays
         self._types: dict[tuple[int, int, type], set[type]] = {}
 
     def is_plain(self, place: tuple[int, int, type], values: list[Any] | tuple[Any, ...]) -> bool:
@@ -350,7 +354,8 @@ def _walk_constant(obj: Any, walk: _Walk) -> Spec:  # noqa: ARG001 - a handler
 
 
 def _walk_array(obj: Any, walk: _Walk) -> Spec:
-    tensor = array_to_tensor(obj) if isinstance(obj, np.ndarray) else None
+    kept = walk.cache is not None and walk.cache.keep_arrays
+    tensor = array_to_tensor(obj) if isinstance(obj, np.ndarray) and not kept else None
     if tensor is None:
         return Constant(obj.copy())
     walk.leaves.append(tensor)

@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 from torch.utils.data import default_collate as torch_collate
 
 from prefetchpipe.batch.move import array_to_tensor
@@ -41,6 +49,7 @@ def in_memory_source(loader: Any, iterator: Any) -> Any:
         or loader.batch_sampler is None
         or loader.collate_fn is not torch_collate
         or not hasattr(iterator, "_next_index")
+        or isinstance(loader.dataset, IterableDataset)  # has a __getitem__ too, inherited, which only raises
         or not hasattr(loader.dataset, "__getitem__")
     ):
         return iterator

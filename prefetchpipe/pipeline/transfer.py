@@ -60,7 +60,7 @@ class Transfer:
         self._counters = counters
         self._ring = SlotRing(device, memory, _SLOTS, poison=options.checked) if device.staged else None
         self._plans = PlanCache(device)
-        self._walk = WalkCache()
+        self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._events: deque[Event] = deque()
         self._held: deque[tuple[Event, Any]] = deque()
         self._lent: deque[tuple[Event, WorkerSlot]] = deque()

@@ -12,6 +12,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 _ORDERING = "tests/unit/test_ordering.py::"
 _MEMORY = "tests/cases/test_memory.py::"
+_INTEGRATIONS = "tests/integrations/test_ordering.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ STAGING = "pipeline/staging.py"
 RING = "memory/ring.py"
 PREFETCHER = "prefetcher.py"
 SHARED = "pipeline/shared.py"
+STAND_IN = "integrations/_standin.py"
 
 MUTANTS = (
     # Contract 3: ordered by events
@@ -113,6 +115,22 @@ MUTANTS = (
         "_verify(check)",
         3,
         _ordering("test_c3_checked_compares_after_the_copy"),
+    ),
+    Mutant(
+        "a batch that a framework has held back is not waited for on the stream of the moment",
+        STAND_IN,
+        "device.wait(stream, delivered)",
+        "pass",
+        3,
+        (_INTEGRATIONS + "test_c3_the_stream_of_the_moment_waits",),
+    ),
+    Mutant(
+        "the memory of a batch that a framework has held back is not kept for the stream of the moment",
+        STAND_IN,
+        "device.record_use(tensor, stream)",
+        "pass",
+        4,
+        (_INTEGRATIONS + "test_c4_memory_is_kept_for_the_stream_of_the_moment",),
     ),
     # Contract 4: device memory
     Mutant(

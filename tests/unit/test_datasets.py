@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -237,3 +238,17 @@ def test_rows_fill_what_they_stand_for() -> None:
     assert out[0].tolist() == [[9, 10, 11], [0, 1, 2]]
     assert out[1].tolist() == [1.0, 2.0]
     assert rows.clone().tolist() == out[0].tolist()
+
+
+class Stream(IterableDataset[Any]):
+    """Inherits a ``__getitem__`` from ``Dataset`` which only raises."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(10.0))
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_an_iterable_data_set_is_not_indexed(batch_size: int | None, fetch: str) -> None:
+    loader = DataLoader(Stream(), batch_size=batch_size)
+    got = [batch.tolist() for batch in GPUPrefetcher(loader, "cpu", fetch=fetch)]
+    assert got == [batch.tolist() for batch in loader]
