@@ -22,6 +22,7 @@ from prefetchpipe.pipeline.producer import Producer, exiting
 from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.ticket import Ticket
+from prefetchpipe.ranks import check_sampler
 from prefetchpipe.stats import Stats
 
 __all__ = ["GPUPrefetcher"]
@@ -128,7 +129,8 @@ class GPUPrefetcher:
             unless the loader draws from this process's global random generators or batches are tiny.
         workers: Whether the worker processes of a DataLoader write into pinned shared memory. Only ``"plain"`` and
             ``"auto"`` (today the same) are served in this version.
-        copy_threads: Threads used for packing; None: chosen from the cores that this process may use.
+        copy_threads: Threads used for packing; None: the cores that this process may use, divided among the training
+            processes that its launcher started on this host.
         max_pinned_bytes: Upper bound for the page-locked host memory of this prefetcher, in bytes.
         static: Batches live at fixed device addresses (for CUDA graphs) and are valid until the next ``next``.
         checked: Poison released memory and verify every batch on arrival. Slow; proves that a bug is not here.
@@ -163,6 +165,7 @@ class GPUPrefetcher:
             raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__})")
         options = Options(depth, transform, fetch, workers, copy_threads, max_pinned_bytes, static, checked)
         self._setup(loader, resolve(device), options)
+        check_sampler(loader)
 
     def _setup(self, loader: Any, device: Device, options: Options) -> None:
         self._shared = Shared(loader, device, options)
