@@ -89,8 +89,8 @@ def _problem(sampler: DistributedSampler[Any], world: int, rank: int) -> str:
     replicas = sampler.num_replicas
     if replicas > world:
         return (
-            f"has num_replicas={replicas}, but the process group has {world} processes: {replicas - world} of {replicas} "
-            "shares are read by nobody"
+            f"has num_replicas={replicas}, but the process group has {world} processes: "
+            f"{replicas - world} of {replicas} shares are read by nobody"
         )
     if replicas == world and sampler.rank != rank:
         return f"has rank={sampler.rank} of {replicas}, but this process is rank {rank} of {world}"
