@@ -1,6 +1,6 @@
 """Data-parallel training on scikit-learn's digits: one process for each GPU, or CPU processes where there is none.
 
-torchrun --nproc-per-node=2 examples/ddp.py
+Run it with `torchrun --nproc-per-node=2 examples/ddp.py`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch_geometric.loader import DataListLoader, DataLoader
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.batch import flatten, unflatten
 from prefetchpipe.batch.graphs import GraphSpec
-from tests.support import assert_same, is_cuda, is_simulated, no_gc, run_script, settle, to_plain
+from tests.support import assert_same, is_cuda, is_simulated, no_gc, run_script, script_environment, settle, to_plain
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -257,6 +259,23 @@ def test_a_spec_travels_to_a_process_that_never_made_such_a_batch(monkeypatch: p
     assert isinstance(out, Batch)
     assert isinstance(out, PairData)
     assert_same([contents(part) for part in out.to_data_list()], [contents(part) for part in source.to_data_list()])
+
+
+@pytest.mark.slow
+def test_the_example() -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "pyg_graphs.py"
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=script_environment(CUDA_VISIBLE_DEVICES=""),
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = {line[:16].strip(): line[16:] for line in done.stdout.splitlines()}
+    assert float(lines["test accuracy"]) > 0.75
 
 
 WITHOUT = """
