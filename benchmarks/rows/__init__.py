@@ -14,6 +14,7 @@ GROUPS = {
     "workers": "DataLoader with worker processes",
     "measure": "what is not a time per batch",
     "race": "wrong batches",
+    "ranks": "several processes on one host, a GPU each",
     "host": "from the GPU back, tables on the host",
 }
 _ORDER = list(GROUPS)

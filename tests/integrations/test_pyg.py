@@ -20,7 +20,19 @@ from torch_geometric.loader import DataListLoader, DataLoader
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.batch import flatten, unflatten
 from prefetchpipe.batch.graphs import GraphSpec
-from tests.support import assert_same, is_cuda, is_simulated, no_gc, run_script, script_environment, settle, to_plain
+from tests.support import (
+    Readings,
+    assert_same,
+    constants,
+    is_cuda,
+    is_simulated,
+    kernel,
+    no_gc,
+    run_script,
+    script_environment,
+    settle,
+    to_plain,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -226,6 +238,16 @@ def test_c2_every_batch_is_kept(device: Any) -> None:
     kept = list(GPUPrefetcher(loader, device, depth=2))
     settle(device)
     assert_same([contents(batch) for batch in kept], [contents(batch) for batch in loader])
+
+
+def test_c4_v4_a_slow_device_never_sees_another_batch(stream_device: Any, fetch: str) -> None:
+    graphs = [Data(x=torch.full((512,), float(i + 1)), pos=torch.full((64, 2), float(i + 1))) for i in range(60)]
+    readings = Readings(stream_device, 60)
+    for index, batch in enumerate(GPUPrefetcher(DataLoader(graphs), stream_device, depth=3, fetch=fetch)):
+        kernel(stream_device, lambda: None, seconds=0.005)
+        readings.queue(index, batch.x, batch.pos)
+        del batch
+    assert readings.values() == constants(range(1, 61))
 
 
 def test_c9_a_graph_goes_without_the_collector() -> None:

@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictParams
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.batch import flatten, unflatten
 from prefetchpipe.batch.tensordicts import TensorDictSpec
-from tests.support import is_cuda, is_simulated, same_bytes, settle
+from tests.support import Readings, constants, is_cuda, is_simulated, kernel, same_bytes, settle
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -118,6 +118,16 @@ def test_c16_they_are_packed(stream_device: Any) -> None:
     assert stats.pageable_bytes == 0
     if is_simulated(stream_device):
         assert stream_device.copies == 6  # one slab a batch
+
+
+def test_c4_v4_a_slow_device_never_sees_another_batch(stream_device: Any, fetch: str) -> None:
+    batches = [TensorDict({"a": torch.full((64, 8), i + 1.0), "b": {"c": torch.full((64,), i + 1)}}) for i in range(60)]
+    readings = Readings(stream_device, 60)
+    for index, batch in enumerate(GPUPrefetcher(batches, stream_device, depth=3, fetch=fetch)):
+        kernel(stream_device, lambda: None, seconds=0.005)
+        readings.queue(index, batch["a"], batch["b", "c"])
+        del batch
+    assert readings.values() == constants(range(1, 61))
 
 
 def moving_by_itself(kind: str, folder: Any) -> Any:
