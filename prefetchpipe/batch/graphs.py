@@ -13,6 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from prefetchpipe.batch.composed import walk_composed
 from prefetchpipe.batch.containers import DictSpec, Handler, Spec, Walker, native_base, walk_dict
 
 __all__ = ["GraphSpec", "graph_handler"]
@@ -134,5 +137,18 @@ def _walk_storage(store: Any, walk: Walker) -> _StorageSpec:
         raise TypeError("a storage around something else than a dict")
     attributes.pop("_parent", None)
     cached = {kind: frozenset(names) for kind, names in attributes.pop("_cached_attr", {}).items()}
-    values: Spec = walk_dict(mapping, walk) if mapping else DictSpec((), 0)
-    return _StorageSpec(type(store), values, attributes, cached)
+    return _StorageSpec(type(store), _walk_values(mapping, walk), attributes, cached)
+
+
+def _walk_values(mapping: dict[str, Any], walk: Walker) -> Spec:
+    """As a dict; adjacency matrices and indices that are made of tensors are taken apart too."""
+    if not any(map(_is_composed, mapping.values())):
+        return walk_dict(mapping, walk)
+    return DictSpec(
+        tuple(mapping),
+        tuple((walk_composed(v, walk) if _is_composed(v) else None) or walk.child(v) for v in mapping.values()),
+    )
+
+
+def _is_composed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (type(value) is not torch.Tensor or value.layout is not torch.strided)

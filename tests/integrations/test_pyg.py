@@ -10,9 +10,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch_geometric import EdgeIndex
+from torch_geometric import EdgeIndex, Index
 from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 from torch_geometric.data import batch as batch_module
 from torch_geometric.loader import DataListLoader, DataLoader
@@ -177,28 +178,83 @@ def test_c12_tensors_that_share_a_storage_still_do(device: Any) -> None:
 
 
 def test_c12_values_of_every_kind(device: Any) -> None:
-    edges = EdgeIndex([[0, 1, 1], [1, 0, 2]], sparse_size=(3, 3), sort_order="row")
-    sparse = torch.eye(2).to_sparse_csr()
     source = Data(
-        x=torch.ones(3, 2), edges=edges, adj_t=sparse, adj=torch.eye(3).to_sparse(), nothing=None, text="text",
+        x=torch.ones(3, 2), nothing=None, text="text", empty={}, array=np.arange(3), names=np.array(["a", "b"]),
         several=[torch.zeros(2), (torch.ones(1), "s")], nested={"a": torch.arange(3), "b": {"c": [1, 2]}},
         inner=Data(x=torch.full((2,), 5.0)),
     )  # fmt: skip
     (out,) = GPUPrefetcher([source], device)
     settle(device)
-    assert type(out.edges) is EdgeIndex
-    assert (out.edges.sparse_size(), out.edges.sort_order) == ((3, 3), source.edges.sort_order)
-    assert out.edges.as_tensor().tolist() == [[0, 1, 1], [1, 0, 2]]
-    assert out.adj_t.layout is torch.sparse_csr
-    assert_same(to_plain(out.adj_t.to_dense()), sparse.to_dense())
-    assert_same(to_plain(out.adj.to_dense()), torch.eye(3))
-    assert_same(to_plain([out.several, out.nested]), [source.several, source.nested])
+    assert_same(to_plain([out.several, out.nested, out.empty]), [source.several, source.nested, {}])
+    assert_same(to_plain(out.array), torch.arange(3))
+    assert out.names.tolist() == ["a", "b"]
     assert type(out.inner) is Data
     assert out.inner.x.tolist() == [5, 5]
     assert out.text == "text"
     assert "nothing" not in out
     if is_cuda(device):
-        assert all(t.is_cuda for t in (out.edges, out.adj_t, out.adj, out.several[1][0], out.nested["a"], out.inner.x))
+        assert all(tensor.is_cuda for tensor in (out.several[1][0], out.nested["a"], out.inner.x, out.array))
+
+
+SPARSE = {
+    "COO": lambda: torch.eye(4).to_sparse(),
+    "COO, not coalesced": lambda: torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 1]]), torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True
+    ),
+    "CSR": lambda: torch.eye(4).to_sparse_csr(),
+    "CSC": lambda: torch.eye(4).to_sparse_csc(),
+    "BSR": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "BSC": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "without values": lambda: torch.zeros(4, 4).to_sparse_csr(),
+}
+
+
+@pytest.mark.parametrize("kind", list(SPARSE))
+def test_c12_sparse_adjacency_matrices(device: Any, kind: str) -> None:
+    source = SPARSE[kind]()
+    prefetcher = GPUPrefetcher([Data(adj_t=source, x=torch.ones(4, 4)), Data(adj_t=source)], device)
+    for out in list(prefetcher):
+        settle(device)
+        assert (type(out.adj_t), out.adj_t.layout, out.adj_t.shape) == (torch.Tensor, source.layout, source.shape)
+        assert_same(to_plain(out.adj_t.to_dense()), source.to_dense())
+        if source.layout is torch.sparse_coo:
+            assert out.adj_t.is_coalesced() == source.is_coalesced()
+        assert out.adj_t.is_cuda == is_cuda(device)
+    values = source._values() if source.layout is torch.sparse_coo else source.values()
+    assert prefetcher.stats().copied_bytes >= 64 + 2 * values.nbytes  # packed with all else, not moved by itself
+
+
+def edges() -> EdgeIndex:
+    return EdgeIndex([[0, 1, 1], [1, 0, 2]], sparse_size=(3, 3), sort_order="row")
+
+
+@pytest.mark.parametrize("cached", ["nothing", "pointers", "transposed"])
+def test_c12_index_tensors_keep_what_they_know(device: Any, cached: str) -> None:
+    source = edges()
+    if cached != "nothing":
+        source.get_csr()
+    if cached == "transposed":
+        source.get_csc()
+    index = Index([0, 1, 1], dim_size=3, is_sorted=True)
+    (out,) = GPUPrefetcher([Data(edge_index=source, index=index, x=torch.ones(3))], device)
+    settle(device)
+    assert (type(out.edge_index), type(out.index)) == (EdgeIndex, Index)
+    assert (out.edge_index.sparse_size(), out.edge_index.sort_order) == ((3, 3), source.sort_order)
+    assert out.edge_index.as_tensor().tolist() == [[0, 1, 1], [1, 0, 2]]
+    assert (out.index.dim_size, out.index.is_sorted, out.index.tolist()) == (3, True, [0, 1, 1])
+    assert (out.edge_index._indptr is None) == (source._indptr is None)
+    assert (out.edge_index._T_perm is None) == (source._T_perm is None)
+    assert [part.tolist() for part in out.edge_index.get_csc()[0]] == [part.tolist() for part in edges().get_csc()[0]]
+    assert out.edge_index.is_cuda == out.index.is_cuda == is_cuda(device)
+
+
+def test_c12_index_tensors_in_a_batch(device: Any) -> None:
+    graphs = [Data(x=torch.ones(3, 1), edge_index=edges()) for _ in range(3)]
+    (batch,) = GPUPrefetcher(DataLoader(graphs, batch_size=3), device)
+    settle(device)
+    assert type(batch.edge_index) is EdgeIndex
+    assert [part.edge_index.tolist() for part in batch.to_data_list()] == [edges().tolist()] * 3
+    assert batch[1].edge_index.sparse_size() == (3, 3)
 
 
 def test_c12_graphs_inside_other_containers(device: Any) -> None:
