@@ -15,6 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.device import cuda
 from prefetchpipe.errors import PrefetchWarning
+from prefetchpipe.pipeline import producer
+from prefetchpipe.pipeline.pace import Pace
 from prefetchpipe.ranks import local_world_size, usable_cores
 
 LAUNCHER = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_RANK")
@@ -176,3 +178,34 @@ def test_no_warning_without_a_process_group() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GPUPrefetcher(loader(4, 3), "cpu")
+
+
+# Packing under a launcher that gives torch one thread
+
+
+@pytest.mark.parametrize(
+    ("packs_alone", "packing", "expected"), [(True, 2e-3, True), (True, 2e-4, False), (False, 2e-3, False)]
+)
+def test_slow_packing_with_one_thread_is_handed_to_several(packs_alone: bool, packing: float, expected: bool) -> None:
+    pace = Pace(cpu_device_at(0), has_workers=False, packs_alone=packs_alone)
+    started = False
+    for _ in range(8):
+        pace.begin()
+        pace._body_seconds = 0.0  # a loop that does nothing but wait: else a thread would pay anyway
+        started = started or pace.end(1e-6, packing)
+    assert started is expected
+    assert ("one thread that torch may use" in pace.reason) is expected
+
+
+def test_a_caller_with_one_thread_starts_ours_for_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def spy(*args: Any, **options: Any) -> Pace:
+        made.append(options["packs_alone"])
+        return Pace(*args, **options)
+
+    monkeypatch.setattr(producer, "Pace", spy)
+    for torch_threads, copy_threads in ((1, 8), (1, 2), (4, 8)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=torch_threads: threads)
+        list(GPUPrefetcher([torch.ones(2)], "cpu", copy_threads=copy_threads))
+    assert made == [True, False, False]
