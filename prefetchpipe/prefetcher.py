@@ -162,7 +162,10 @@ class GPUPrefetcher:
         checked: bool = False,
     ) -> None:
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
-            raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__})")
+            hint = (
+                "; pass what its iter_batches() gives" if hasattr(loader, "iter_batches") else ""
+            )  # Ray's DataIterator
+            raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__}){hint}")
         options = Options(depth, transform, fetch, workers, copy_threads, max_pinned_bytes, static, checked)
         self._setup(loader, resolve(device), options)
         check_sampler(loader)

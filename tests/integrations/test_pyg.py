@@ -327,6 +327,7 @@ def test_a_graph_without_values_and_one_that_refers_to_itself(device: Any) -> No
 
 def test_a_spec_travels_to_a_process_that_never_made_such_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = DataLoader([pair(i) for i in range(3)], batch_size=3)
+    source.adjacency, source.edges = torch.eye(4).to_sparse_csc(), edges()
     leaves: list[Any] = []
     spec = flatten(source, leaves)
     assert type(spec) is GraphSpec
@@ -337,6 +338,8 @@ def test_a_spec_travels_to_a_process_that_never_made_such_a_batch(monkeypatch: p
     assert isinstance(out, Batch)
     assert isinstance(out, PairData)
     assert_same([contents(part) for part in out.to_data_list()], [contents(part) for part in source.to_data_list()])
+    assert_same(out.adjacency.to_dense(), torch.eye(4))
+    assert out.edges.sparse_size() == (3, 3)
 
 
 @pytest.mark.slow

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 from prefetchpipe import GPUPrefetcher
-from tests.support import Thread, assert_same, collect, is_cuda, leaves_of, script_environment, settle
+from tests.support import Thread, assert_same, collect, is_cuda, leaves_of, settle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -25,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def data() -> Iterator[Any]:
     """100 rows of a tensor, a number and a text, in blocks of 25."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    cpus = 2 + torch.cuda.device_count()  # the example has a worker for each GPU
+    ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
@@ -101,19 +101,18 @@ def test_c1_each_of_two_consumers_has_its_split(data: Any) -> None:
     assert sorted(one + other) == list(range(100))
 
 
-def test_the_example() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "ray_data.py")],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=script_environment(CUDA_VISIBLE_DEVICES=""),
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    lines = {line[:16].strip(): line[16:] for line in done.stdout.splitlines()}
-    assert lines["rows a worker"] == "1797"
+def test_a_dataset_is_no_loader_and_the_message_says_what_is(data: Any) -> None:
+    with pytest.raises(TypeError, match=r"(?s)iterable of batches, .*; pass what its iter_batches\(\) gives"):
+        GPUPrefetcher(data.iterator(), "cpu")
+    with pytest.raises(TypeError, match=r"iter_batches\(\)"):  # Ray's own words
+        iter(GPUPrefetcher(data, "cpu"))
+
+
+def test_the_example(data: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the Ray instance of this module: starting another one takes longer than the example."""
+    runpy.run_path(str(ROOT / "examples" / "ray_data.py"), run_name="example")["main"]()
+    lines = {line[:16].strip(): line[16:] for line in capsys.readouterr().out.splitlines()}
+    assert int(lines["rows a worker"]) == 1797 // max(1, torch.cuda.device_count())
     assert float(lines["accuracy"]) > 0.85
 
 
