@@ -72,7 +72,7 @@ def check_sampler(loader: Any) -> None:
     """
     if not isinstance(loader, DataLoader) or not dist.is_available() or not dist.is_initialized():
         return
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             problem = _problem(sampler, dist.get_world_size(), dist.get_rank())
             if problem:

@@ -29,7 +29,8 @@ def graph_handler(cls: Any, otherwise: Handler) -> Handler | None:  # noqa: ARG0
     """Makes the handler of a class of graphs; None for anything else, and for a class that moves itself its own way."""
     if _BASE not in {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}:
         return None
-    if not str(getattr(cls.apply, "__module__", "")).startswith("torch_geometric.") or native_base(cls) is not object:
+    apply = getattr(cls, "apply", None)  # what its `.to` calls
+    if not str(getattr(apply, "__module__", "")).startswith("torch_geometric.") or native_base(cls) is not object:
         return None
     return _walk_graph
 
