@@ -27,17 +27,20 @@ def local_world_size() -> int:
     return max((_number(name) or 1 for name in _LOCAL_WORLD_SIZES), default=1)
 
 
-def usable_cores() -> int:
+def usable_cores(ranks: int | None = None) -> int:
     """Cores for this process: those it may run on, shared fairly with the other training processes of this host.
 
     Processes that the launcher has bound to cores of their own share nothing more. Whether it has shows in the affinity
     of the parent, which is the launcher's: the share is a part of that, and never more than this process may run on.
+
+    Args:
+        ranks: Training processes on this host; None: as many as the launcher says.
     """
     try:
         own = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this platform
         own = os.cpu_count() or 1
-    ranks = local_world_size()
+    ranks = ranks or local_world_size()
     if ranks == 1:
         return max(1, own)
     shared = own

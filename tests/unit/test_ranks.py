@@ -54,6 +54,8 @@ def test_cores_are_shared_with_the_other_ranks_of_the_host(
     bind(monkeypatch, own, parent)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert usable_cores() == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert usable_cores(ranks) == expected
 
 
 def test_cores_where_the_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +211,13 @@ def test_a_caller_with_one_thread_starts_ours_for_large_batches(monkeypatch: pyt
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=torch_threads: threads)
         list(GPUPrefetcher([torch.ones(2)], "cpu", copy_threads=copy_threads))
     assert made == [True, False, False]
+
+
+def test_c13_eight_ranks_do_not_pack_with_all_cores_each(monkeypatch: pytest.MonkeyPatch, sim: Any) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(producer, "limit_packing_threads", limits.append)
+    bind(monkeypatch, own=16, parent=16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    list(GPUPrefetcher([torch.ones(2)], sim, fetch="thread"))
+    list(GPUPrefetcher([torch.ones(2)], sim, fetch="thread", copy_threads=5))
+    assert limits == [2, 5]
