@@ -19,9 +19,14 @@ class Step:
     """Reads one element of the batch on the consumer's stream, then runs the chain.
 
     The chain is captured once as a CUDA graph, so a step costs the CPU a few microseconds whatever its length.
+
+    Attributes:
+        products: Matrix products in the chain; another process makes the same step with it and ``size``.
+        size: Rows and columns of the matrices.
     """
 
     def __init__(self, env: Env, products: int = 0, size: int = 1024) -> None:
+        self.products, self.size = products, size
         self.total = torch.zeros(1, device=env.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._operands: tuple[torch.Tensor, ...] = ()

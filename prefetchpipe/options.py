@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from prefetchpipe.ranks import usable_cores
 
 __all__ = ["Fetch", "Options", "Workers", "usable_cores"]
 
@@ -28,7 +29,7 @@ class Options:
     fetch: Fetch = "auto"
     workers: Workers = "auto"
     copy_threads: int | None = None
-    """Threads used for packing; None: chosen from the cores that this process may use."""
+    """Threads used for packing; None: the cores for this process (`usable_cores`)."""
     max_pinned_bytes: int | None = None
     """Upper bound in bytes for the page-locked host memory of one prefetcher."""
     static: bool = False
@@ -50,14 +51,6 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, not {_shown(value)}")
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (its affinity, not the machine's count)."""
-    try:
-        return max(1, len(os.sched_getaffinity(0)))
-    except AttributeError:  # not on this platform
-        return os.cpu_count() or 1
 
 
 def _whole(name: str, value: object, *, minimum: int) -> None:

@@ -23,6 +23,7 @@ from prefetchpipe.pipeline.producer import Producer, exiting
 from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.ticket import Ticket
+from prefetchpipe.ranks import check_sampler
 from prefetchpipe.stats import Stats
 
 __all__ = ["GPUPrefetcher"]
@@ -129,7 +130,8 @@ class GPUPrefetcher:
             unless the loader draws from this process's global random generators or batches are tiny.
         workers: Whether the worker processes of a DataLoader write into pinned shared memory: ``"auto"`` (wherever
             they can), ``"shared"`` (as that, with a warning where they cannot) or ``"plain"`` (never).
-        copy_threads: Threads used for packing; None: chosen from the cores that this process may use.
+        copy_threads: Threads used for packing; None: the cores that this process may use, divided among the training
+            processes that its launcher started on this host.
         max_pinned_bytes: Upper bound for the page-locked host memory of this prefetcher, in bytes.
         static: Batches live at fixed device addresses (for CUDA graphs) and are valid until the next ``next``.
         checked: Poison released memory and verify every batch on arrival. Slow; proves that a bug is not here.
@@ -161,10 +163,14 @@ class GPUPrefetcher:
         checked: bool = False,
     ) -> None:
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
-            raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__})")
+            hint = (
+                "; pass what its iter_batches() gives" if hasattr(loader, "iter_batches") else ""
+            )  # Ray's DataIterator
+            raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__}){hint}")
         refuse_flagged(loader)
         options = Options(depth, transform, fetch, workers, copy_threads, max_pinned_bytes, static, checked)
         self._setup(loader, resolve(device), options)
+        check_sampler(loader)
 
     def _setup(self, loader: Any, device: Device, options: Options) -> None:
         self._shared = Shared(loader, device, options)

@@ -15,6 +15,7 @@ GROUPS = {
     "scaling": "the same over the number of workers: 1, 2, 4, 8, 12",
     "measure": "what is not a time per batch",
     "race": "wrong batches",
+    "ranks": "several processes on one host, a GPU each",
     "host": "from the GPU back, tables on the host",
 }
 _ORDER = list(GROUPS)

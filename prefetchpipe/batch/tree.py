@@ -18,8 +18,10 @@ from torch.nn.utils.rnn import PackedSequence
 from prefetchpipe.batch import containers
 from prefetchpipe.batch.atoms import CONSTANTS, SCALARS
 from prefetchpipe.batch.containers import LEAF, LONG, Children, Constant, Handler, Spec
+from prefetchpipe.batch.graphs import graph_handler
 from prefetchpipe.batch.move import array_to_tensor
 from prefetchpipe.batch.rows import Gathered, Stacked
+from prefetchpipe.batch.tensordicts import tensordict_handler
 
 _BUILT_IN_HANDLERS: dict[type, Handler] = {
     list: containers.walk_list,
@@ -36,6 +38,12 @@ _WRAPPERS: dict[type, str] = {
     collections.UserDict: "data",
     collections.UserList: "data",
     collections.ChainMap: "maps",
+}
+# Libraries whose containers bring a ``.to`` that would move them leaf by leaf. They are known by where that method
+# comes from, so nothing is imported, and a subclass with a ``.to`` of its own keeps its way.
+_LIBRARIES: dict[str, Callable[[type, Handler], Handler | None]] = {
+    "tensordict": tensordict_handler,
+    "torch_geometric": graph_handler,
 }
 _handlers: dict[type, Handler] = {}
 _leaf_types: set[type] = set(_BASE_LEAF_TYPES)
@@ -309,6 +317,8 @@ def _handler_of(cls: Any) -> Handler:  # noqa: C901, PLR0911, PLR0912 - one deci
     # An object that can move itself does so. A mapping around its own dict (as tokenizers return it) is walked instead,
     # since its ``.to`` changes the object it is called on.
     if callable(getattr(cls, "to", None)):
+        if handler := _handler_of_library(cls):
+            return _guarded(handler, _walk_opaque)
         wrapper = native is object and issubclass(cls, Mapping)
         return _guarded(containers.mapping_handler(cls, _walk_opaque)) if wrapper else _walk_opaque
     if native is cls and issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):
@@ -327,8 +337,14 @@ def _handler_of(cls: Any) -> Handler:  # noqa: C901, PLR0911, PLR0912 - one deci
     return _walk_opaque
 
 
-def _guarded(handler: Handler) -> Handler:
-    """A class that behaves as nobody expects passes through; a batch is never refused for it."""
+def _handler_of_library(cls: Any) -> Handler | None:
+    package = str(getattr(cls.to, "__module__", "")).partition(".")[0]
+    make = _LIBRARIES.get(package)
+    return make(cls, _walk_opaque) if make is not None else None
+
+
+def _guarded(handler: Handler, otherwise: Handler | None = None) -> Handler:
+    """A class that behaves as nobody expects passes through, or goes the other way; a batch is never refused for it."""
 
     def handle(obj: Any, walk: _Walk) -> Spec:
         leaves, depth = len(walk.leaves), walk.depth
@@ -339,7 +355,7 @@ def _guarded(handler: Handler) -> Handler:
         except Exception:  # noqa: BLE001 - whatever the class's own code raises
             del walk.leaves[leaves:]
             walk.depth = depth
-            return Constant(obj)
+            return Constant(obj) if otherwise is None else otherwise(obj, walk)
 
     return handle
 

@@ -19,6 +19,7 @@ import torch.cuda
 
 from prefetchpipe.device.base import Event, HostBlock, Stream
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
+from prefetchpipe.ranks import check_device
 
 __all__ = ["CudaDevice", "cuda_device", "cupy_status", "is_available"]
 
@@ -54,6 +55,7 @@ def cuda_device(index: int | None) -> CudaDevice:
     count = torch.cuda.device_count()
     if index is None:
         index = torch.cuda.current_device()
+        check_device(index, count)
     if not 0 <= index < count:
         raise ValueError(f"device='cuda:{index}' is not there; allowed: cuda:0 to cuda:{count - 1}")
     with _lock:

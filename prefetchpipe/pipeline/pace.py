@@ -22,6 +22,8 @@ _HANDOFF_SHARE = 0.3
 
 _QUICK_FETCH_SECONDS = 100e-6
 _SLOW_FETCH_SECONDS = 1e-3
+_SLOW_PACKING_SECONDS = 1e-3
+"""One thread packs some 7 MB in this time: from here on several are worth a hand-off."""
 _RECENT_BATCHES = 3
 _FEWEST_BATCHES = 2
 _SETTLED_BATCHES = 16
@@ -33,14 +35,17 @@ class Pace:
     Args:
         device: Its default generator is watched too.
         has_workers: Batches come from worker processes, so the data set itself cannot draw here.
+        packs_alone: The caller's thread packs with one thread (torchrun sets OMP_NUM_THREADS=1) where a thread of ours
+            would pack with several.
 
     Attributes:
         stays: The caller fetches for the whole pass.
         reason: Why things are as they are, for ``stats()``.
     """
 
-    def __init__(self, device: Device, *, has_workers: bool) -> None:
+    def __init__(self, device: Device, *, has_workers: bool, packs_alone: bool = False) -> None:
         self._device = device
+        self._packs_alone = packs_alone
         self._has_workers = has_workers
         self._batches = 0
         self._before: Any = None
@@ -107,6 +112,9 @@ class Pace:
         fetch, send, body = map(min, zip(*self._times, strict=True))
         if len(self._times) < _FEWEST_BATCHES or (self._batches < _WARM_BATCHES and fetch < _SLOW_FETCH_SECONDS):
             return False
+        if self._packs_alone and send > _SLOW_PACKING_SECONDS:
+            self.reason = f"packing took {send * 1e6:.0f} us a batch with the one thread that torch may use here"
+            return True
         times = f"loader {fetch * 1e6:.0f} us, packing {send * 1e6:.0f} us, the loop {body * 1e6:.0f} us a batch"
         pays = fetch > _QUICK_FETCH_SECONDS or min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send
         self.reason = f"a thread {'hides more than it costs' if pays else 'would cost more than it hides'}: {times}"

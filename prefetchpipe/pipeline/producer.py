@@ -32,6 +32,8 @@ __all__ = ["LEAVE_SECONDS", "Producer", "exiting"]
 LEAVE_SECONDS = 0.5
 """How long leaving a pass waits for a loader that is in the middle of a batch; its thread ends by itself later."""
 
+_SEVERAL_THREADS = 4
+
 _numbers = itertools.count(1)
 
 exiting = threading.Event()
@@ -92,14 +94,15 @@ class Producer:
         self._users = 0
         self._predecessor: Producer | None = None
         self.why_closed = ""
+        threads = self._options.copy_threads or usable_cores()
         self._pace: Pace | None = None
         if self._options.fetch == "auto":
-            self._pace = Pace(self._device, has_workers=torchloader.has_workers(source))
+            packs_alone = torch.get_num_threads() == 1 and threads >= _SEVERAL_THREADS
+            self._pace = Pace(self._device, has_workers=torchloader.has_workers(source), packs_alone=packs_alone)
         else:
             shared.note_path(self._options.fetch, f"fetch={self._options.fetch!r} was asked for")
         self._fetch_seconds = self._send_seconds = 0.0
         self._on_caller_stream = False
-        threads = self._options.copy_threads or usable_cores()
         self.transfer.packers = Packers(threads // 2, f"prefetchpipe-packing-{self._number}")
         if self._device.staged:
             # Contract 3: work that the caller has queued may be writing what the loader or the transform will read.

@@ -179,6 +179,7 @@ def test_c13_n1_users_modes_in_the_body_are_the_users(device: Any, fetch: str) -
 
 
 OPTIONAL = ["cupy", "lightning", "pytorch_lightning", "accelerate", "transformers", "ray", "tensordict", "torchdata"]
+OPTIONAL += ["torch_geometric"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from benchmarks.race import BATCHES, count_wrong, run_race
 from benchmarks.rows import all_rows
 from benchmarks.rows import select as select_rows
 from benchmarks.rows.base import LoaderRow
+from benchmarks.rows.ranks import _devices, _Rank
 from benchmarks.rows.ready import dlrm_batch, images_batch
 from benchmarks.schema import Cell, RaceCount, Regime, Result, RowResult, Value
 from benchmarks.table import full_table, race_table, summary, summary_table
+from tests.support import worker_processes
 
 
 def result_of(ours=(1.0, 1.1, 0.9), peer=(2.0, 2.2, 1.8), wrong=0, date="2026-01-01T00:00:00Z"):
@@ -221,3 +224,30 @@ def test_a_quick_run_writes_a_complete_file(tmp_path, capsys):
 def test_what_is_wrong_on_the_command_line_is_said(capsys):
     assert main(["run", "--regimes", "fast"]) == 2
     assert "no regime fast" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_side_by_side(tmp_path):
+    out = tmp_path / "a.json"
+    assert main(["--quick", "--device", "cpu", "--rows", "two-gpus", "--quiet", "--out", str(out)]) == 0
+    (row,) = schema.load(out).rows
+    (value,) = row.values
+    assert (value.name, value.target, value.ok, row.error) == ("transfer, 2 processes", ">= 1.95", None, None)
+    assert len(value.raw) == 3
+    assert min(value.raw) > 0
+    assert value.note.endswith(" with 1") or value.note.endswith(f" with {len(os.sched_getaffinity(0)) // 2}")
+    assert not worker_processes()
+
+
+def test_a_process_that_dies_ends_the_row_with_its_status():
+    with (
+        _Rank("nowhere", 0, 1, seconds=0.1, small=True, compute={}) as rank,
+        pytest.raises(RuntimeError, match="ended"),
+    ):
+        rank.wait_ready()
+
+
+def test_a_row_for_more_gpus_than_there_are_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="2 processes need 2 GPUs, and there are 1"):
+        _devices(Env(torch.device("cuda", 0)), 2)

@@ -494,17 +494,17 @@ def test_objects_that_can_move_themselves_are_leaves(make):
     assert unflatten(spec, ["new"]) == ["new"]
 
 
-def test_tensor_dict_is_a_leaf_and_no_mapping():
+def test_tensor_dict_is_no_plain_mapping():
     tensordict = pytest.importorskip("tensordict")
     batch = tensordict.TensorDict({"x": torch.ones(3)}, [3])
-    assert taken({"td": batch})[1][0] is batch
+    assert taken({"td": batch})[1][0] is batch["x"]
 
     @tensordict.tensorclass
     class Sample:
         x: torch.Tensor
 
     sample = Sample(x=torch.ones(3), batch_size=[3])
-    assert taken([sample])[1][0] is sample
+    assert taken([sample])[1][0] is sample.x
     assert any(t is batch["x"] for t in find_tensors(batch))
 
 
