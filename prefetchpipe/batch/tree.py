@@ -76,11 +76,17 @@ class _TooDeepError(Exception):
 class _Walk:
     """One walk through one batch."""
 
-    __slots__ = ("cache", "depth", "leaves", "long_seen", "seen")
+    __slots__ = ("arrays", "cache", "depth", "leaves", "long_seen", "seen")
 
     def __init__(
-        self, leaves: list[Any], cache: WalkCache | None, seen: dict[int, tuple[int, Any]] | None = None
+        self,
+        leaves: list[Any],
+        cache: WalkCache | None,
+        seen: dict[int, tuple[int, Any]] | None = None,
+        *,
+        arrays: bool = True,
     ) -> None:
+        self.arrays = arrays
         self.leaves = leaves
         self.cache = cache
         self.seen = seen  # id -> number and object; None while cycles are not looked for
@@ -205,7 +211,7 @@ class _RegisteredSpec(Spec):
         return unflatten_fn(self.aux, containers.take(self.children, leaves))
 
 
-def flatten(batch: Any, leaves: list[Any], cache: WalkCache | None = None) -> Spec:
+def flatten(batch: Any, leaves: list[Any], cache: WalkCache | None = None, *, arrays: bool = True) -> Spec:
     """Takes a batch apart.
 
     Args:
@@ -214,6 +220,7 @@ def flatten(batch: Any, leaves: list[Any], cache: WalkCache | None = None) -> Sp
         leaves: The leaves are appended here: tensors, numeric NumPy arrays as CPU tensors on the same memory, and
             objects with a callable ``.to`` that are no containers.
         cache: Kept by the caller between batches; makes long lists of scalars cheap.
+        arrays: Whether numeric NumPy arrays are leaves; otherwise they are copied, like all other arrays.
 
     Returns:
         The structure without the leaves, for `unflatten`.
@@ -229,10 +236,10 @@ def flatten(batch: Any, leaves: list[Any], cache: WalkCache | None = None) -> Sp
         return LEAF
     start = len(leaves)
     try:
-        return _Walk(leaves, cache).child(batch)
+        return _Walk(leaves, cache, arrays=arrays).child(batch)
     except (_TooDeepError, RecursionError):
         del leaves[start:]
-    return _CyclicSpec(_Walk(leaves, cache, {}).child(batch))
+    return _CyclicSpec(_Walk(leaves, cache, {}, arrays=arrays).child(batch))
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
@@ -350,7 +357,7 @@ def _walk_constant(obj: Any, walk: _Walk) -> Spec:  # noqa: ARG001 - a handler
 
 
 def _walk_array(obj: Any, walk: _Walk) -> Spec:
-    tensor = array_to_tensor(obj) if isinstance(obj, np.ndarray) else None
+    tensor = array_to_tensor(obj) if walk.arrays and isinstance(obj, np.ndarray) else None
     if tensor is None:
         return Constant(obj.copy())
     walk.leaves.append(tensor)

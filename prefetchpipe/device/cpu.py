@@ -20,6 +20,7 @@ class CpuDevice:
     staged = False
     host_memory = False
     copy_stream: Stream = None
+    d2h_stream: Stream = None
 
     def __repr__(self) -> str:
         return "cpu"
@@ -28,6 +29,10 @@ class CpuDevice:
         """Nothing to make current."""
 
     def on_copy_stream(self) -> AbstractContextManager[None]:
+        """Nothing to make current."""
+        return nullcontext()
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
         """Nothing to make current."""
         return nullcontext()
 
@@ -64,6 +69,10 @@ class CpuDevice:
         return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Never asked for: nothing is staged."""
+        raise NotImplementedError
+
+    def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Never asked for: nothing is staged."""
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.transfer import Transfer
 from prefetchpipe.stats import Counters
 
-__all__ = ["CapturedState", "Shared"]
+__all__ = ["CapturedState", "Shared", "start_source"]
 
 _OWN_REFERENCES = 4
 """To a source that nobody else holds, where it is counted: the producer's, two variables, and the count's own."""
@@ -110,16 +110,8 @@ class Shared:
         return carried[1] if carried is not None and carried[0] is source else []
 
     def start_source(self) -> tuple[Any, bool]:
-        """``iter(loader)``, and whether that may have rewound it.
-
-        A loader whose own ``__iter__`` resets it and returns it cannot be told from one that just returns itself,
-        except by what the call changes.
-        """
-        method = getattr(type(self.loader), "__iter__", None)
-        plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
-        before = None if plain else _simple_attributes(self.loader)
-        source = iter(self.loader)
-        return source, not plain and before != _simple_attributes(self.loader)
+        """``iter(loader)``, and whether that may have rewound it."""
+        return start_source(self.loader)
 
     # Random generators of the loader's own
 
@@ -158,6 +150,19 @@ class Shared:
     def is_newest(self, producer: Producer) -> bool:
         """Whether the loader's state is about this pass."""
         return self.newest is not None and self.newest() is producer
+
+
+def start_source(loader: Any) -> tuple[Any, bool]:
+    """``iter(loader)``, and whether that may have rewound it.
+
+    A loader whose own ``__iter__`` resets it and returns it cannot be told from one that just returns itself, except by
+    what the call changes.
+    """
+    method = getattr(type(loader), "__iter__", None)
+    plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
+    before = None if plain else _simple_attributes(loader)
+    source = iter(loader)
+    return source, not plain and before != _simple_attributes(loader)
 
 
 def attribute(owner: Any, name: str) -> Any:
