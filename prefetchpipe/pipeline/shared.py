@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options
+from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.transfer import Transfer
@@ -63,6 +64,8 @@ class Shared:
         self._leased: dict[int, int] = {}
         self._generation = 0
         self._carried: tuple[Any, list[Ticket]] | None = None
+        self.async_source: AsyncSource | None = None
+        """Over the loader, where that is an asynchronous iterator itself."""
 
     def lease_transfer(self) -> Transfer:
         """A transfer for one pass, with the pinned ring of an earlier one where there is one."""
@@ -88,6 +91,9 @@ class Shared:
             self._generation += 1
             idle, self._idle = self._idle, []
             self._carried = None
+            source, self.async_source = self.async_source, None
+        if source is not None:
+            source.cancel()
         for transfer in idle:
             transfer.close()
 
@@ -98,6 +104,9 @@ class Shared:
 
         It may if somebody holds it: it is the loader itself, or the loader keeps it and hands it out again.
         """
+        if isinstance(source, AsyncSource) and source.own:
+            return  # made for the pass that ends
+        tickets = [ticket for ticket in tickets if not isinstance(ticket.error, SourceLeftError)]
         if sys.getrefcount(source) > _OWN_REFERENCES:
             with self.lock:
                 before = self._carried[1] if self._carried is not None and self._carried[0] is source else []
