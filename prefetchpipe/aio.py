@@ -20,15 +20,28 @@ from prefetchpipe.prefetcher import GPUPrefetcher, _Pass
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["AsyncPass", "close_prefetcher"]
+__all__ = ["AsyncPass", "close_prefetcher", "off_loop", "sole_error"]
 
 T = TypeVar("T")
 
 
 async def off_loop(function: Callable[[], T]) -> T:
     """Once or twice a pass: what may block for a moment, in a thread; a cancellation waits for its end."""
-    with anyio.CancelScope(shield=True):
-        return await anyio.to_thread.run_sync(function)
+    with anyio.CancelScope(shield=True) as scope:  # or a cancelled task would not even begin
+        result = await anyio.to_thread.run_sync(function)
+    assert not scope.cancelled_caught
+    return result
+
+
+def sole_error(ticket: Ticket) -> BaseException:
+    """The error of a ticket, to be raised where a ``StopAsyncIteration`` would mean the end."""
+    error, ticket.error = ticket.error, None
+    assert error is not None
+    if isinstance(error, StopAsyncIteration):  # no end of the loader's: that one never gets here
+        reason = RuntimeError(f"StopAsyncIteration was raised outside of the loader: {error!r}")
+        reason.__cause__ = error
+        return reason
+    return error
 
 
 class AsyncPass(AsyncIterator[Any]):
@@ -127,12 +140,9 @@ class AsyncPass(AsyncIterator[Any]):
         if error is None:
             inner._note_state(producer, ticket)  # noqa: SLF001 - as above
             raise StopAsyncIteration
-        if isinstance(error, StopAsyncIteration):  # no end of the loader's: that one never gets here
-            raise RuntimeError(f"StopAsyncIteration was raised outside of the loader: {error!r}") from error
-        try:
-            raise error
-        finally:
-            del error  # the traceback refers to this frame
+        ticket.error = error
+        del error  # the traceback refers to this frame
+        raise sole_error(ticket)
 
     async def aclose(self) -> None:
         """End this pass; advancing it afterwards raises :class:`~prefetchpipe.errors.IteratorClosedError`."""

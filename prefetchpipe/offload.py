@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -16,7 +16,9 @@ from prefetchpipe.device.base import Device
 from prefetchpipe.memory.landing import LandingSlots
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options
+from prefetchpipe.pipeline.asyncsource import AsyncSource
 from prefetchpipe.pipeline.offloading import HostCounters, Offload
+from prefetchpipe.pipeline.relay import Relay
 from prefetchpipe.pipeline.shared import start_source
 from prefetchpipe.prefetcher import GPUPrefetcher
 
@@ -62,6 +64,9 @@ class _Shared:
         self.live: weakref.WeakSet[Offload] = weakref.WeakSet()
         self.one_shot: Offload | None = None
         """The pass over a source that is its own iterator; later passes go on where it stands."""
+        self.async_source: AsyncSource | None = None
+        """Over ``batches``, where that is an asynchronous iterator itself."""
+        self.relays: weakref.WeakSet[Relay] = weakref.WeakSet()
         self._lock = threading.RLock()  # the collector may end one pass while another one starts
         self._idle: LandingSlots | None = None
         self._generation = 0
@@ -84,6 +89,15 @@ class _Shared:
         self.live.add(offload)
         return offload
 
+    def go_on(self, source: Iterator[Any], *, rewound: bool = False) -> Offload:
+        """The pass over a source that is its own iterator, where an earlier one stopped."""
+        older = self.one_shot
+        if older is None or rewound or older.is_over:
+            if older is not None:
+                older.close()
+            self.one_shot = older = self.start(source)
+        return older
+
     def _return_slots(self, generation: int, slots: LandingSlots) -> None:
         """The slots of one pass are kept for the next one; those of closed passes are not."""
         with self._lock:
@@ -95,8 +109,14 @@ class _Shared:
     def close(self) -> None:
         """End every pass; give all memory back."""
         self._generation += 1
+        live = list(self.live)  # held: nothing else may hold the pass over a one-shot source
         self.one_shot = None
-        for offload in list(self.live):
+        source, self.async_source = self.async_source, None
+        for relay in list(self.relays):
+            relay.leave()
+        if source is not None:
+            source.cancel()
+        for offload in live:
             offload.close()
         with self._lock:
             slots, self._idle = self._idle, None
@@ -137,8 +157,8 @@ class HostPrefetcher:
         batches: Any iterable of batches, say a generator of a model's outputs; asynchronous ones under ``async for``.
         depth: Copies launched ahead of the batch handed out, at least 1.
         borrow: Hand out views of the pinned slots, valid until the next ``next``. By default a batch is the consumer's
-            to keep: large tensors in the pinned memory where they landed, which comes back when they are dropped, for up to
-            two batches at a time; everything else copied to ordinary memory.
+            to keep: large tensors in the pinned memory where they landed, which comes back when they are dropped, for
+            up to two batches at a time; everything else copied to ordinary memory.
         device: Where the tensors are. ``None``: that of ``batches`` if it is a
             :class:`~prefetchpipe.GPUPrefetcher`, otherwise as there.
         max_pinned_bytes: Upper bound for the page-locked host memory of this prefetcher, in bytes.
@@ -176,21 +196,27 @@ class HostPrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         """Start a pass. ``iter(batches)`` is called here, in the calling thread; nothing is pulled yet."""
-        shared = self._shared
-        batches = shared.batches
+        batches = self._shared.batches
         if not hasattr(type(batches), "__iter__") and not hasattr(type(batches), "__getitem__"):
             raise TypeError(
                 f"{type(batches).__name__!r} is an asynchronous iterable: use `async for` over this HostPrefetcher"
             )
-        source, rewound = start_source(batches)
-        if source is not batches:
-            return _HostPass(self, shared.start(source), is_shared=False)
-        older = shared.one_shot
-        if older is None or rewound or older.is_over:
-            if older is not None:
-                older.close()
-            shared.one_shot = older = shared.start(source)
-        return _HostPass(self, older, is_shared=True)
+        offload, is_shared = self._start_pass()
+        return _HostPass(self, offload, is_shared=is_shared)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Start a pass in an event loop (asyncio or trio). The first ``__anext__`` calls ``iter`` or ``aiter``."""
+        from prefetchpipe.offload_aio import AsyncHostPass
+
+        return AsyncHostPass(self)
+
+    def _start_pass(self) -> tuple[Offload, bool]:
+        """``iter(batches)``, and whether that is an iterator which later passes go on with."""
+        shared = self._shared
+        source, rewound = start_source(shared.batches)
+        if source is not shared.batches:
+            return shared.start(source), False
+        return shared.go_on(source, rewound=rewound), True
 
     def __len__(self) -> int:
         return len(self._shared.batches)
@@ -207,6 +233,18 @@ class HostPrefetcher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`, without holding the event loop."""
+        from prefetchpipe.offload_aio import close_host_prefetcher
+
+        await close_host_prefetcher(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     def stats(self) -> HostStats:
         """What has been done so far, as a frozen snapshot; callable from any thread."""

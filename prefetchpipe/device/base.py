@@ -94,7 +94,7 @@ class Device(Protocol):
         """Launch an asynchronous copy on ``stream``: all bytes of a flat ``uint8`` host ``src`` to a dense ``dst``."""
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Launch an asynchronous copy on ``stream``: a flat ``uint8`` ``src`` on the device to a host ``dst`` like it."""
+        """Launch an asynchronous copy on ``stream``: a flat ``uint8`` ``src`` on the device to a host ``dst``."""
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy device tensors on the stream that is current in the calling thread (``static=True``)."""

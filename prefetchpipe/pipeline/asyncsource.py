@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 
+from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline.waking import LoopCall, is_trio, loop_call
 
@@ -49,14 +50,18 @@ class AsyncSource(Iterator[Any]):
         iterator: What is pulled.
         own: Whether it was made for this pass, and ends with it. Otherwise it is the user's object, and what it gives
             after the pass was left is for the next pass.
-        after_pull: Called in the loop's thread after each batch.
+        device: Whose current stream is noted behind each pull; None: no matter.
+
+    Attributes:
+        stream: The stream that was current when the source handed out its last batch.
     """
 
-    def __init__(self, iterator: AsyncIterator[Any], *, own: bool, after_pull: Callable[[], object] | None) -> None:
+    def __init__(self, iterator: AsyncIterator[Any], *, own: bool, device: Device | None) -> None:
         self.iterator: AsyncIterator[Any] | None = iterator
         self.own = own
         self.close_error: BaseException | None = None
-        self._after_pull = after_pull
+        self.stream: Stream = None
+        self._device = device
         self._outcomes: SimpleQueue[Any] = SimpleQueue()
         self._is_asked = False  # a pull was asked for, and its outcome not taken yet
         self._is_left = False
@@ -175,8 +180,8 @@ class AsyncSource(Iterator[Any]):
         assert self.iterator is not None
         try:
             outcome = _Outcome(await self.iterator.__anext__())
-            if self._after_pull is not None:
-                self._after_pull()
+            if self._device is not None:
+                self.stream = self._device.current_stream()
         except StopAsyncIteration:
             outcome = _Outcome(is_end=True)
         except BaseException as error:
@@ -187,7 +192,7 @@ class AsyncSource(Iterator[Any]):
             if isinstance(error, StopIteration):  # no end of ours
                 reason = RuntimeError("StopIteration was raised by an asynchronous source")
                 reason.__cause__ = error
-                error = reason  # noqa: PLW2901
+                error = reason
             outcome = _Outcome(error=error)
         self._answer(outcome)
         return not self._is_left and not outcome.is_end and outcome.error is None
@@ -216,20 +221,18 @@ def _is_cancellation_of_this_task(error: BaseException) -> bool:
     return task is None or task.cancelling() > 0
 
 
-def start_async_source(
-    loader: Any, kept: AsyncSource | None, after_pull: Callable[[], object] | None = None
-) -> AsyncSource:
+def start_async_source(loader: Any, kept: AsyncSource | None, device: Device | None = None) -> AsyncSource:
     """``aiter(loader)``, in the loop's thread, behind an :class:`AsyncSource` whose task runs.
 
     Args:
         loader: An asynchronous iterable.
         kept: The source of an earlier pass over the same loader, if that was the user's own iterator.
-        after_pull: See :class:`AsyncSource`.
+        device: See :class:`AsyncSource`.
     """
     iterator = aiter(loader)
     if iterator is loader and kept is not None:
         source = kept
     else:
-        source = AsyncSource(iterator, own=iterator is not loader, after_pull=after_pull)
+        source = AsyncSource(iterator, own=iterator is not loader, device=device)
     source.start()
     return source

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from time import perf_counter
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from prefetchpipe.batch.layout import OWN_BLOCK_BYTES, Layout, is_plain
 from prefetchpipe.batch.move import move
 from prefetchpipe.batch.tree import WalkCache, flatten, unflatten
-from prefetchpipe.device.base import Device
+from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.memory.landing import LandingSlot, LandingSlots
+from prefetchpipe.pipeline.asyncsource import SourceLeftError
+from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.pipeline.ticket import failed_ticket
 
 __all__ = ["HostCounters", "Offload"]
@@ -87,6 +89,11 @@ class Offload:
         done: Callable[[LandingSlots], None],
     ) -> None:
         self.source: Iterator[Any] | None = source
+        self.modes: ThreadState | None = None
+        """Where the source runs in a thread of ours: the modes of the consumer's."""
+        self.stream_of: Callable[[], Stream] | None = None
+        """The stream on which the last batch was made, where that was another thread's."""
+        self._given_back: deque[Any] = deque()
         self.slots = slots
         self._done: Callable[[LandingSlots], None] | None = done
         self._device = device
@@ -108,7 +115,8 @@ class Offload:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
-        return self._is_closed or (self.source is None and not self._pending and self._error is None)
+        left = self._pending or self._given_back or self._error is not None
+        return self._is_closed or (self.source is None and not left)
 
     def take(self) -> Any:
         """The next batch, on the host.
@@ -126,6 +134,8 @@ class Offload:
                 if self._is_closed or self._pid != os.getpid():
                     raise IteratorClosedError("this pass was closed; iter(prefetcher) starts a new one")
                 self._give_back_borrowed()
+                if self._given_back:
+                    return self._given_back.popleft()
                 # Without a free slot the oldest batch goes first: the consumer keeps more of them than it may.
                 while self.source is not None and self._pulls_next():
                     self._pull()
@@ -134,6 +144,10 @@ class Offload:
                 if self._is_closed:
                     self._give_back()
                 self._holder = 0
+
+    def put_back(self, batch: Any) -> None:
+        """A batch that was taken for somebody who has left: the next one to be taken."""
+        self._given_back.append(batch)
 
     def _pulls_next(self) -> bool:
         ahead = len(self._pending)
@@ -148,16 +162,18 @@ class Offload:
                 assert self.source is not None
                 started = perf_counter()
                 try:
-                    self._pulled = next(self.source)
+                    with nullcontext() if self.modes is None else self.modes.user_code():
+                        self._pulled = next(self.source)
                 except StopIteration:
                     self.source = None
                     return
                 finally:
                     self._counters.fetch_seconds += perf_counter() - started
-            self._pending.append(self._launch(self._pulled))
+            with nullcontext() if self.stream_of is None else self._device.on_stream(self.stream_of()):
+                self._pending.append(self._launch(self._pulled))
             self._pulled = _NOTHING
-        except KeyboardInterrupt:
-            raise  # the user's, at once; what is under way stays for the next call
+        except (KeyboardInterrupt, SourceLeftError):
+            raise  # at once; what is under way stays for the next call
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
             self._pulled = _NOTHING
             self.source = None
@@ -346,6 +362,7 @@ class Offload:
     def _give_back(self) -> None:
         self.source, self._error, self._pulled = None, None, _NOTHING
         self._give_back_borrowed()
+        self._given_back.clear()
         while self._pending:
             job = self._pending.popleft()
             if job.slot is not None and job.lent is None:

@@ -247,7 +247,7 @@ class Producer:
         if not self._inside.acquire(blocking=blocking):
             return False
         try:
-            if not (self._threaded or self._ended or self._stopping):
+            if not (self._thread is not None or self._ended or self._stopping):
                 self._verifies = True
                 self._start("async for: the event loop is not held")
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from _queue import Empty, SimpleQueue
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -63,10 +64,8 @@ async def wait_ready(queue: ReadyQueue[Any]) -> None:
     call = loop_call()
 
     def wake() -> None:
-        try:
+        with suppress(RuntimeError):  # the loop has ended, and the task with it
             call(event.set)
-        except RuntimeError:  # the loop has ended, and the task with it
-            pass
 
     queue._wakers.append(wake)  # noqa: SLF001 - the other half of the class
     try:
