@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 from _queue import SimpleQueue
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
-
-import anyio
 
 from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.errors import IteratorClosedError
@@ -69,9 +66,9 @@ class AsyncSource(Iterator[Any]):
         self._task_runs = False
         self._task: Any = None  # asyncio holds its tasks weakly
         self._call: LoopCall | None = None
-        self._scope = anyio.CancelScope()
-        self._wanted = anyio.Event()
-        self._ended = anyio.Event()
+        self._scope: Any = None  # of anyio, as are these events; this file is imported where no loop will ever run
+        self._wanted: Any = None
+        self._ended: Any = None
 
     # The thread's side
 
@@ -126,6 +123,8 @@ class AsyncSource(Iterator[Any]):
             return
         self._task_runs = True
         self._call = loop_call()
+        import anyio
+
         self._scope, self._wanted, self._ended = anyio.CancelScope(), anyio.Event(), anyio.Event()
         context = contextvars.copy_context()
         if is_trio():
@@ -133,6 +132,8 @@ class AsyncSource(Iterator[Any]):
 
             self._task = trio.lowlevel.spawn_system_task(self._run, name="prefetchpipe-source", context=context)
         else:
+            import asyncio
+
             loop = asyncio.get_running_loop()
             self._task = loop.create_task(self._run(), name="prefetchpipe-source", context=context)
 
@@ -173,6 +174,8 @@ class AsyncSource(Iterator[Any]):
             self._ended.set()
 
     async def _pull(self) -> bool:
+        import anyio
+
         await self._wanted.wait()
         self._wanted = anyio.Event()
         if not self._is_unanswered:
@@ -212,6 +215,10 @@ class AsyncSource(Iterator[Any]):
 
 def _is_cancellation_of_this_task(error: BaseException) -> bool:
     """Whether our scope or the loop cancels our task; a source may raise the same class by itself."""
+    import asyncio
+
+    import anyio
+
     if not isinstance(error, anyio.get_cancelled_exc_class()):
         return False
     try:

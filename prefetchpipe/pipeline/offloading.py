@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from prefetchpipe.batch.layout import OWN_BLOCK_BYTES, Layout, is_plain
+from prefetchpipe.batch.layout import OWN_BLOCK_BYTES, Layout, is_packable, is_plain
 from prefetchpipe.batch.move import move
+from prefetchpipe.batch.rows import copy_all
 from prefetchpipe.batch.tree import WalkCache, flatten, unflatten
 from prefetchpipe.device.base import Device, Stream
+from prefetchpipe.device.cpu import cpu_device
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.memory.landing import LandingSlot, LandingSlots
 from prefetchpipe.pipeline.asyncsource import SourceLeftError
@@ -183,9 +185,9 @@ class Offload:
         job = _Job()
         job.spec = flatten(batch, job.leaves, self._walk, arrays=False)
         places = [] if self._in_turn else [i for i, leaf in enumerate(job.leaves) if self._is_packable(leaf)]
-        if places:
-            packed = [job.leaves[i] for i in places]
-            layout = self._layout_of(packed)
+        packed = [job.leaves[i] for i in places]
+        layout = self._layout_of(packed) if packed else None
+        if layout is not None and layout.nbytes:
             # Slabs and slots serve passes in and out of inference mode.
             with self._device.beside_captures(), torch.inference_mode(False), torch.no_grad():
                 slot = self._send_back(layout, packed)
@@ -227,8 +229,6 @@ class Offload:
         """
         device, stream = self._device, self._device.current_stream()
         slot = self.slots.acquire(layout.nbytes)
-        if not layout.nbytes:
-            return slot
         try:
             assert slot.slab is not None
             views, slab = slot.slab.views(layout, device)
@@ -268,7 +268,16 @@ class Offload:
             event = self._device.new_event()
             self._device.record(event, self._device.current_stream())
             self._device.synchronize(event)
-        for i in others:
+        host = [i for i in others if is_packable(job.leaves[i])]
+        if host:
+            sources = [job.leaves[i] for i in host]
+            layout, cpu = self._layout_of(sources), cpu_device()
+            with torch.inference_mode(False), torch.no_grad():
+                arrived, memory = layout.allocate(cpu.empty, cpu.alloc)
+                copy_all(layout.targets(arrived, memory), layout.sources(sources))
+            for i, tensor in zip(host, arrived, strict=True):
+                job.leaves[i] = tensor
+        for i in set(others).difference(host):
             job.leaves[i] = move(job.leaves[i], _CPU)
 
     # Delivering

@@ -1,15 +1,15 @@
-"""Waiting in an event loop for what a thread brings: one wake-up, and no thread that waits."""
+"""Waiting in an event loop for what a thread brings: one wake-up, and no thread that waits.
+
+The core imports this file, so it imports no event loop before one runs.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from _queue import Empty, SimpleQueue
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
-
-import anyio
 
 __all__ = ["LoopCall", "ReadyQueue", "is_trio", "loop_call", "wait_ready"]
 
@@ -28,6 +28,8 @@ def loop_call() -> LoopCall:
         import trio
 
         return trio.lowlevel.current_trio_token().run_sync_soon
+    import asyncio
+
     return asyncio.get_running_loop().call_soon_threadsafe
 
 
@@ -60,6 +62,8 @@ class ReadyQueue(SimpleQueue[T]):
 
 async def wait_ready(queue: ReadyQueue[Any]) -> None:
     """Until there may be something in ``queue``; it is left there, so that a cancelled task loses nothing."""
+    import anyio
+
     event = anyio.Event()
     call = loop_call()
 

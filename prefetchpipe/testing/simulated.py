@@ -199,13 +199,15 @@ class SimulatedDevice:
         views = [_raw_view(tensor) for tensor in tensors]
         memory = [self._block_of(tensor) or tensor.untyped_storage() for tensor in tensors]
         at_start: list[torch.Tensor] = []
+        in_inference = torch.is_inference_mode_enabled()  # a kernel knows no modes: it may write what was made in one
 
         def begin() -> None:
             at_start.extend(_bytes_of(view).clone() for view in views)
 
         def run() -> None:
             pairs = zip(views, at_start, strict=True)
-            fn(*(view if torch.equal(_bytes_of(view), was) else _poison_like(view) for view, was in pairs))
+            with torch.inference_mode(in_inference):
+                fn(*(view if torch.equal(_bytes_of(view), was) else _poison_like(view) for view, was in pairs))
             memory.clear()  # held until now: a stale address reads poison, it does not crash
 
         self._enqueue(self.current_stream(), seconds, begin, run)
