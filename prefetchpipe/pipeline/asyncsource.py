@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
 from _queue import SimpleQueue
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -38,15 +39,16 @@ class AsyncSource(Iterator[Any]):
 
     The coroutines of the source run where its connections belong, all in the same task: cancel scopes and task groups
     that it holds open between two batches stay sound. That task is nobody's child: a timeout or a cancellation around
-    the consumer's ``await`` does not reach into the source, whose next batch would be lost with it. It is cancelled
-    when the pass is left, and by the end of the loop.
+    the consumer's ``await`` does not reach into the source, whose next batch would be lost with it. The task ends, and
+    closes the source, when that is closed; with the pass, if the iterator was made for it; and with the loop.
 
     Nothing is pulled before the thread asks, which it does when it has packed the batch before (contracts 5 and 8).
 
     Args:
         iterator: What is pulled.
         own: Whether it was made for this pass, and ends with it. Otherwise it is the user's object, and what it gives
-            after the pass was left is for the next pass.
+            after the pass was left is for the next pass. An asynchronous generator of the user's is closed with the
+            prefetcher: by this task, since no other may leave the scopes that it holds open.
         device: Whose current stream is noted behind each pull; None: no matter.
 
     Attributes:
@@ -63,6 +65,8 @@ class AsyncSource(Iterator[Any]):
         self._is_asked = False  # a pull was asked for, and its outcome not taken yet
         self._is_left = False
         self._is_unanswered = False  # the same, as the loop's thread sees it
+        self._is_ending = False
+        self._is_done = False  # it has given its last batch, or raised
         self._task_runs = False
         self._task: Any = None  # asyncio holds its tasks weakly
         self._call: LoopCall | None = None
@@ -97,14 +101,15 @@ class AsyncSource(Iterator[Any]):
         """The pass was left; from any thread, also from the collector."""
         self._is_left = True
         self._outcomes.put(_WAKE)
-        with suppress(RuntimeError):
-            self._in_loop(self._scope.cancel if self.own else self._wake)
+        if self.own:
+            self.cancel()
 
     def cancel(self) -> None:
-        """Also give up what is being pulled."""
-        self.leave()
+        """There will be no other pass."""
+        self._is_left = True
+        self._outcomes.put(_WAKE)
         with suppress(RuntimeError):
-            self._in_loop(self._scope.cancel)
+            self._in_loop(self._end)
 
     def _in_loop(self, function: Callable[[], object]) -> None:
         call = self._call
@@ -119,8 +124,9 @@ class AsyncSource(Iterator[Any]):
     def start(self) -> None:
         """Start the task, in the loop that is running; or go on with the one of the pass before."""
         self._is_left = False
-        if self._task_runs:
+        if self._task_runs and not self._is_ending:
             return
+        self._is_ending = self._is_done = False
         self._task_runs = True
         self._call = loop_call()
         import anyio
@@ -151,8 +157,12 @@ class AsyncSource(Iterator[Any]):
         else:
             self._answer(_Outcome(error=IteratorClosedError(_LOOP_ENDED)))
 
-    def _wake(self) -> None:
-        self._wanted.set()
+    def _end(self) -> None:
+        self._is_ending = True
+        if self._is_unanswered:
+            self._scope.cancel()
+        else:
+            self._wanted.set()
 
     def _answer(self, outcome: _Outcome) -> None:
         self._is_unanswered = False
@@ -162,9 +172,12 @@ class AsyncSource(Iterator[Any]):
         """The task. Raises nothing but the cancellation by its loop."""
         try:
             with self._scope:
-                while await self._pull():
-                    pass
-            await self._close_iterator()
+                try:
+                    while not self._is_ending and not self._is_done:
+                        await self._pull()
+                finally:
+                    # Inside of the scope and outside of any other: the source may hold open some of its own.
+                    await self._close_iterator()
         finally:
             self._task_runs = False
             if self._is_unanswered and self._is_left:
@@ -173,13 +186,13 @@ class AsyncSource(Iterator[Any]):
                 self._answer(_Outcome(error=IteratorClosedError(_LOOP_ENDED)))
             self._ended.set()
 
-    async def _pull(self) -> bool:
+    async def _pull(self) -> None:
         import anyio
 
         await self._wanted.wait()
         self._wanted = anyio.Event()
         if not self._is_unanswered:
-            return not self._is_left
+            return
         assert self.iterator is not None
         try:
             outcome = _Outcome(await self.iterator.__anext__())
@@ -191,26 +204,28 @@ class AsyncSource(Iterator[Any]):
             if _is_cancellation_of_this_task(error):
                 raise
             if self._scope.cancel_called:
-                return False  # what its cleaning up raised has nobody to hear of it
+                return  # what its cleaning up raised has nobody to hear of it
             if isinstance(error, StopIteration):  # no end of ours
                 reason = RuntimeError("StopIteration was raised by an asynchronous source")
                 reason.__cause__ = error
                 error = reason
             outcome = _Outcome(error=error)
+        self._is_done = outcome.is_end or outcome.error is not None
         self._answer(outcome)
-        return not self._is_left and not outcome.is_end and outcome.error is None
 
     async def _close_iterator(self) -> None:
         iterator = self.iterator
-        if not self.own:
+        if self._is_done or not (self.own or inspect.isasyncgen(iterator)):
             return
-        self.iterator = None
         close = getattr(iterator, "aclose", None)
         if close is not None:
             try:
                 await close()
-            except Exception as error:  # noqa: BLE001 - for whoever waits for the end of the pass
-                self.close_error = error
+            except BaseException as error:
+                if _is_cancellation_of_this_task(error):
+                    raise
+                if not (isinstance(error, BaseExceptionGroup) and error.split(GeneratorExit)[1] is None):
+                    self.close_error = error  # for whoever waits for the end of the pass
 
 
 def _is_cancellation_of_this_task(error: BaseException) -> bool:

@@ -8,6 +8,9 @@ __all__ = ["MUTANTS"]
 
 OFFLOADING = "pipeline/offloading.py"
 LANDING = "memory/landing.py"
+AIO = "aio.py"
+SOURCE = "pipeline/asyncsource.py"
+WAKING = "pipeline/waking.py"
 
 
 def _back(*names: str) -> tuple[str, ...]:
@@ -127,5 +130,71 @@ MUTANTS = (
         "arrived, memory = list(sources), []; continue_ = layout",
         2,
         ("tests/cases/test_offload.py::test_c2_what_a_host_leaf_holds_is_copied[cpu]",),
+    ),
+    # Contract 1 where the consumer is a task
+    Mutant(
+        "a batch is taken before the last await",
+        AIO,
+        "ticket = await self._take(producer)",
+        "ticket = await self._take(producer)\n            await anyio.lowlevel.checkpoint_if_cancelled()",
+        1,
+        _async("test_cancelled_in_the_moment_in_which_the_batch_arrives[asyncio-to the device]"),
+    ),
+    Mutant(
+        "a batch on the host is taken before the last await",
+        "offload_aio.py",
+        "self._is_asked = False\n            if not ticket.final",
+        "self._is_asked = False\n            await anyio.lowlevel.checkpoint_if_cancelled()\n            if not ticket.final",
+        1,
+        _async("test_cancelled_in_the_moment_in_which_the_batch_arrives[trio-to the host]"),
+    ),
+    Mutant(
+        "the task is not woken",
+        WAKING,
+        "call(event.set)",
+        "pass",
+        1,
+        _async("test_a_timeout_loses_no_batch[asyncio-cpu]"),
+    ),
+    Mutant(
+        "leaving a pass ends the user's own source",
+        SOURCE,
+        "if self.own:\n            self.cancel()",
+        "if True:\n            self.cancel()",
+        1,
+        _async("test_c1_a_one_shot_source_goes_on_where_a_pass_was_left[asyncio-cpu-async generator]"),
+    ),
+    # Contracts 7 and 9
+    Mutant(
+        "StopAsyncIteration out of a transform ends the loop",
+        AIO,
+        "if isinstance(error, StopAsyncIteration):",
+        "if False:",
+        7,
+        _async("test_c7_an_end_out_of_the_transform_is_no_end[asyncio-async]"),
+    ),
+    Mutant(
+        "break waits for the loader",
+        AIO,
+        "leave=producer.detach_soon)",
+        "leave=lambda: producer.source is not None and producer._thread.join())",
+        9,
+        _async("test_c9_break_waits_for_no_loader[asyncio]"),
+    ),
+    Mutant(
+        "leaving does not bring our thread back out of the source",
+        AIO,
+        "producer.on_leave = self._source.leave",
+        "pass",
+        9,
+        _async("test_c9_nothing_stays_behind[asyncio-cpu-break-async iterable]"),
+    ),
+    Mutant(
+        "a source of our own making is not closed",
+        SOURCE,
+        "await close()",
+        "pass",
+        9,
+        _async("test_c9_a_source_of_our_own_making_is_closed_with_its_pass[asyncio-cpu]"),
     ),
 )
