@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.asyncsource import AsyncSource, start_async_source
-from prefetchpipe.pipeline.producer import Producer
+from prefetchpipe.pipeline.producer import LEAVE_SECONDS, Producer
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.prefetcher import GPUPrefetcher, _Pass
 
@@ -105,7 +105,7 @@ class AsyncPass(AsyncIterator[Any]):
                 self._inner = _Pass(self._prefetcher, producer, static, leave=producer.detach_soon)
             producer = self._producer
             if producer.is_following:
-                await anyio.to_thread.run_sync(producer.follow_up, abandon_on_cancel=True)
+                await producer.follow_soon()
             asked_for_caller = self._source is None and self._shared.options.fetch == "caller"
             if not asked_for_caller and not producer.start_thread(blocking=False):
                 await off_loop(lambda: producer.start_thread(blocking=True))
@@ -114,8 +114,9 @@ class AsyncPass(AsyncIterator[Any]):
     async def _wait_for_older(self) -> None:
         """Passes that were left give back in threads of their own; what they put back must not come after we start."""
         for older in list(self._prefetcher._passes):  # noqa: SLF001 - as above
-            if older.is_stopping and not older.is_gone:
-                await anyio.to_thread.run_sync(older.wait_gone, abandon_on_cancel=True)
+            if older.is_stopping:
+                with anyio.move_on_after(LEAVE_SECONDS):  # its loader may not come back
+                    await older.gone_soon()
         loader = self._shared.loader
         if isinstance(loader, DataLoader) and loader.persistent_workers:
             await off_loop(lambda: torchloader.prepare(loader))

@@ -87,6 +87,7 @@ class Producer:
         self._stopping = False
         self._released = False
         self._gone = threading.Event()
+        self._gone_signal: ReadyQueue[None] = ReadyQueue()
         self._follow_lock = threading.Lock()
         self._drawn_taken: Any = None
         self._drawn_sent: Any = None
@@ -259,18 +260,17 @@ class Producer:
         """Whether an older pass over the same source has to be waited for, by :meth:`follow_up`."""
         return self._predecessor is not None
 
-    def follow_up(self) -> None:
-        """Wait for that pass and take over what it left; in a thread that may be held."""
-        self._follow()
+    async def follow_soon(self) -> None:
+        """Wait for that pass and take over what it left."""
+        older = self._predecessor
+        if older is not None:
+            await older.gone_soon()
+            self._follow()
 
-    def wait_gone(self) -> None:
-        """For a pass that was left: until all is given back, or its loader does not come back."""
-        self._gone.wait(LEAVE_SECONDS)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether all was given back."""
-        return self._gone.is_set()
+    async def gone_soon(self) -> None:
+        """Until all is given back."""
+        while not self._gone.is_set():
+            await wait_ready(self._gone_signal)
 
     async def take_soon(self) -> Ticket:
         """As :meth:`take` from the thread. No ticket is taken before the last ``await``, so none is lost in one."""
@@ -621,3 +621,4 @@ class Producer:
             packers.close()
         self._shared.return_transfer(self.transfer)
         self._gone.set()
+        self._gone_signal.put(None)

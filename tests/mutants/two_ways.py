@@ -144,7 +144,8 @@ MUTANTS = (
         "a batch on the host is taken before the last await",
         "offload_aio.py",
         "self._is_asked = False\n            if not ticket.final",
-        "self._is_asked = False\n            await anyio.lowlevel.checkpoint_if_cancelled()\n            if not ticket.final",
+        "self._is_asked = False\n            await anyio.lowlevel.checkpoint_if_cancelled()\n"
+        "            if not ticket.final",
         1,
         _async("test_cancelled_in_the_moment_in_which_the_batch_arrives[trio-to the host]"),
     ),
