@@ -9,11 +9,13 @@ from prefetchpipe.errors import (
     PrefetchError,
     PrefetchWarning,
 )
+from prefetchpipe.offload import HostPrefetcher
 from prefetchpipe.prefetcher import GPUPrefetcher
 
 __all__ = [
     "CorruptBatchError",
     "GPUPrefetcher",
+    "HostPrefetcher",
     "IteratorClosedError",
     "PinnedMemoryError",
     "PrefetchError",

@@ -6,14 +6,14 @@ import atexit
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 import torch
 
 from prefetchpipe.device import resolve
-from prefetchpipe.device.base import Device
+from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
@@ -48,14 +48,20 @@ if hasattr(os, "register_at_fork"):
 class _Pass(Iterator[Any]):
     """The iterator of one pass. When it goes, its producer is stopped."""
 
-    def __init__(self, prefetcher: GPUPrefetcher, producer: Producer, static: StaticBatches | None) -> None:
+    def __init__(
+        self,
+        prefetcher: GPUPrefetcher,
+        producer: Producer,
+        static: StaticBatches | None,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
         self._prefetcher = prefetcher  # `for batch in GPUPrefetcher(loader)` holds the iterator only
         self._shared = prefetcher._shared  # noqa: SLF001 - the other half of this class
         self._device = self._shared.device
         self._producer: Producer | None = producer
         self._static = static
         self._is_closed = False
-        self._finalizer = weakref.finalize(self, producer.detach)
+        self._finalizer = weakref.finalize(self, leave or producer.detach)
         self._finalizer.atexit = False
 
     def __next__(self) -> Any:
@@ -70,6 +76,9 @@ class _Pass(Iterator[Any]):
         ticket = producer.take(stream)
         if ticket.final:
             self._end(producer, ticket)
+        return self._hand_out(producer, ticket, stream, done)
+
+    def _hand_out(self, producer: Producer, ticket: Ticket, stream: Stream, done: Event) -> Any:
         try:
             batch = producer.transfer.deliver(ticket, stream)
             if self._static is not None:
@@ -162,7 +171,7 @@ class GPUPrefetcher:
         static: bool = False,
         checked: bool = False,
     ) -> None:
-        if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        if not any(hasattr(type(loader), name) for name in ("__iter__", "__getitem__", "__aiter__")):
             hint = (
                 "; pass what its iter_batches() gives" if hasattr(loader, "iter_batches") else ""
             )  # Ray's DataIterator
@@ -182,16 +191,30 @@ class GPUPrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         """Start a pass. ``iter(loader)`` is called here, in the calling thread; nothing is pulled yet."""
+        loader = self._shared.loader
+        if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+            raise TypeError(
+                f"{type(loader).__name__!r} is an asynchronous iterable: use `async for` over this GPUPrefetcher"
+            )
+        return _Pass(self, self._start_pass(), self._static)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Start a pass in an event loop (asyncio or trio). The first ``__anext__`` calls ``iter`` or ``aiter``."""
+        from prefetchpipe.aio import AsyncPass
+
+        return AsyncPass(self)
+
+    def _start_pass(self, source: Any = None) -> Producer:
         shared = self._shared
         older = list(self._passes)
         for producer in older:
             if producer.has_dead_worker():
                 producer.stop(why="a worker process of its loader died")
         torchloader.prepare(shared.loader)
-        source, rewound = self._start_source(older)
+        source, rewound = self._start_source(older) if source is None else (source, False)
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
         if same and same[-1].attach():
-            return _Pass(self, same[-1], self._static)  # one iterator: all passes over it share what it gives
+            return same[-1]  # one iterator: all passes over it share what it gives
         producer = Producer(shared, source)
         if same and not rewound:
             producer.follow(same[-1])
@@ -203,7 +226,7 @@ class GPUPrefetcher:
         self._passes.add(producer)
         _live.add(producer)
         producer.attach()
-        return _Pass(self, producer, self._static)
+        return producer
 
     def _start_source(self, older: list[Producer]) -> tuple[Any, bool]:
         """``iter(loader)``, and whether that rewound it: passes over the same object are over then."""
@@ -247,6 +270,18 @@ class GPUPrefetcher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`, without holding the event loop."""
+        from prefetchpipe.aio import close_prefetcher
+
+        await close_prefetcher(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     # Reading through to the loader
 

@@ -14,7 +14,7 @@ import torch
 
 from prefetchpipe.batch.rows import Rows
 
-__all__ = ["ALIGNMENT", "OWN_BLOCK_BYTES", "Layout", "arriving_stride", "is_packable"]
+__all__ = ["ALIGNMENT", "OWN_BLOCK_BYTES", "Layout", "arriving_stride", "is_packable", "is_plain"]
 
 ALIGNMENT = 64
 """Bytes. A cache line for the packing threads, and more than any vectorised device load asks for (16)."""
@@ -40,10 +40,13 @@ Alloc = Callable[[int], torch.Tensor]
 
 def is_packable(leaf: object) -> bool:
     """Whether ``leaf`` is plain CPU bytes with sizes and strides; anything else goes by its own ``.to``."""
-    return isinstance(leaf, Rows) or (
-        type(leaf) is torch.Tensor
-        and leaf.is_cpu
-        and leaf.dtype in _PACKABLE_DTYPES
+    return isinstance(leaf, Rows) or (type(leaf) is torch.Tensor and leaf.is_cpu and is_plain(leaf))
+
+
+def is_plain(leaf: torch.Tensor) -> bool:
+    """Whether a :class:`torch.Tensor` is nothing but strided bytes, on whatever device."""
+    return (
+        leaf.dtype in _PACKABLE_DTYPES
         and leaf.layout is torch.strided
         and not leaf.requires_grad
         and not leaf.is_nested
@@ -214,7 +217,7 @@ class Layout:
                 views.append(slot[span.slot_offset : span.slot_offset + span.nbytes])
                 continue
             leaf = self.leaves[span.leaf]
-            view = torch.empty(0, dtype=leaf.dtype, device="cpu")
+            view = torch.empty(0, dtype=leaf.dtype, device=slot.device)
             start = span.slot_offset // leaf.dtype.itemsize
             views.append(view.set_(slot.untyped_storage(), start, leaf.shape, leaf.stride))
         return views, [slot[block.slot_offset : block.slot_offset + block.nbytes] for block in self.blocks]
@@ -280,7 +283,7 @@ def _align(position: int) -> int:
 
 
 def _bytes_of(leaf: torch.Tensor, span: Span) -> torch.Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device="cpu")
+    view = torch.empty(0, dtype=torch.uint8, device=leaf.device)
     return view.set_(leaf.untyped_storage(), span.storage_offset, (span.nbytes,), (1,))
 
 

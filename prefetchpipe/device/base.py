@@ -45,11 +45,18 @@ class Device(Protocol):
     copy_stream: Stream
     """The one side stream of this device; copies and transforms run on it."""
 
+    @property
+    def d2h_stream(self) -> Stream:
+        """The one side stream for copies back to the host, so that both directions overlap; made at first use."""
+
     def bind_thread(self) -> None:
         """Make this device and its copy stream current for the rest of the calling thread (ours, never a user's)."""
 
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """Make them current for a ``with`` block in a thread of the user's, and put everything back."""
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        """As :meth:`on_copy_stream`, with ``stream``."""
 
     def beside_captures(self) -> AbstractContextManager[None]:
         """Around our calls in a thread of the user's: legal while another thread captures a graph (contract 13)."""
@@ -95,6 +102,9 @@ class Device(Protocol):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch an asynchronous copy on ``stream``: all bytes of a flat ``uint8`` host ``src`` to a dense ``dst``."""
+
+    def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Launch an asynchronous copy on ``stream``: a flat ``uint8`` ``src`` on the device to a host ``dst``."""
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy device tensors on the stream that is current in the calling thread (``static=True``)."""

@@ -20,6 +20,7 @@ class CpuDevice:
     staged = False
     host_memory = False
     copy_stream: Stream = None
+    d2h_stream: Stream = None
 
     def __repr__(self) -> str:
         return "cpu"
@@ -28,6 +29,10 @@ class CpuDevice:
         """Nothing to make current."""
 
     def on_copy_stream(self) -> AbstractContextManager[None]:
+        """Nothing to make current."""
+        return nullcontext()
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
         """Nothing to make current."""
         return nullcontext()
 
@@ -74,6 +79,10 @@ class CpuDevice:
         start = dst.storage_offset() * dst.dtype.itemsize
         flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,)).copy_(src)
+
+    def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Never asked for: nothing is staged."""
+        raise NotImplementedError
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy now."""

@@ -25,6 +25,7 @@ __all__ = ["CudaDevice", "cuda_device", "cupy_status", "is_available"]
 
 _KNOWN_BAD_CUPY = ("14.0.0", "14.1.0")
 _HOST_TO_DEVICE = 1  # cudaMemcpyHostToDevice
+_DEVICE_TO_HOST = 2  # cudaMemcpyDeviceToHost
 _CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 _devices: dict[int, CudaDevice] = {}
@@ -91,6 +92,8 @@ class CudaDevice:
         self._cupy = cupy
         self._runtime = None if cupy is None else cupy.cuda.runtime
         torch.cuda.init()
+        self._own_streams: list[Any] = []
+        self._d2h_stream: _Stream | None = None
         self._several = torch.cuda.device_count() > 1
         self.copy_stream = _Stream(self._new_stream())
         self._streams: dict[int, _Stream] = {self.copy_stream.raw: self.copy_stream}
@@ -103,8 +106,18 @@ class CudaDevice:
         if self._cupy is None:
             return torch.cuda.Stream(device=self.torch_device, priority=-1)
         with torch.cuda.device(self.torch_device):
-            self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
-        return torch.cuda.ExternalStream(self._own_stream.ptr, device=self.torch_device)
+            own = self._cupy.cuda.Stream(non_blocking=True)
+        self._own_streams.append(own)
+        return torch.cuda.ExternalStream(own.ptr, device=self.torch_device)
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """See the protocol."""
+        if self._d2h_stream is None:
+            with _lock:
+                if self._d2h_stream is None:
+                    self._d2h_stream = _Stream(self._new_stream())
+        return self._d2h_stream
 
     # Threads and streams
 
@@ -117,6 +130,10 @@ class CudaDevice:
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """See the protocol."""
         return _OnStream(self.index, self.copy_stream.torch_stream)
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        """See the protocol."""
+        return _OnStream(self.index, stream.torch_stream)
 
     def beside_captures(self) -> AbstractContextManager[None]:
         """See the protocol."""
@@ -179,6 +196,14 @@ class CudaDevice:
         flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,))
         with torch.cuda.stream(stream.torch_stream):
             flat.copy_(src, non_blocking=True)
+
+    def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Launch the copy; from pageable ``dst`` the driver may wait for it, which changes nothing but time."""
+        if self._runtime is not None and not (self._several and stream.raw == 0):
+            self._runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel(), _DEVICE_TO_HOST, stream.raw)
+            return
+        with torch.cuda.stream(stream.torch_stream):
+            dst.copy_(src, non_blocking=True)
 
     # Events
 

@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
 from prefetchpipe.pipeline.ticket import Ticket, end_ticket, failed_ticket
 from prefetchpipe.pipeline.transfer import Transfer
+from prefetchpipe.pipeline.waking import ReadyQueue, wait_ready
 
 if TYPE_CHECKING:
     from prefetchpipe.pipeline.shared import Shared
@@ -73,7 +74,7 @@ class Producer:
         self._thread: threading.Thread | None = None
         self._threaded = False
         self._may_start = True
-        self._ready: SimpleQueue[Ticket] = SimpleQueue()
+        self._ready: ReadyQueue[Ticket] = ReadyQueue()
         self._credits: SimpleQueue[Any] = SimpleQueue()
         for _ in range(self._options.depth):
             self._credits.put(None)
@@ -88,6 +89,7 @@ class Producer:
         self._stopping = False
         self._released = False
         self._gone = threading.Event()
+        self._gone_signal: ReadyQueue[None] = ReadyQueue()
         self._follow_lock = threading.Lock()
         self._drawn_taken: Any = None
         self._drawn_sent: Any = None
@@ -95,6 +97,9 @@ class Producer:
         self._predecessor: Producer | None = None
         self.why_closed = ""
         threads = self._options.copy_threads or usable_cores()
+        self.on_leave: Callable[[], None] | None = None
+        """Brings a thread back that waits inside a source of ours."""
+        self._verifies = False
         self._pace: Pace | None = None
         if self._options.fetch == "auto":
             packs_alone = torch.get_num_threads() == 1 and threads >= _SEVERAL_THREADS
@@ -237,6 +242,83 @@ class Producer:
                 self._device.synchronize(done)
             self._done_events.append(done)
 
+    # The consumer's side in an event loop, which nothing here holds
+
+    def start_thread(self, *, blocking: bool) -> bool:
+        """A thread fetches from the first batch on. False: somebody is inside, and ``blocking`` was not asked for."""
+        if self._threaded:
+            return True
+        if not self._inside.acquire(blocking=blocking):
+            return False
+        try:
+            if not (self._thread is not None or self._ended or self._stopping):
+                self._verifies = True
+                self._start("async for: the event loop is not held")
+        finally:
+            self._inside.release()
+        return True
+
+    @property
+    def is_following(self) -> bool:
+        """Whether an older pass over the same source has to be waited for, by :meth:`follow_up`."""
+        return self._predecessor is not None
+
+    async def follow_soon(self) -> None:
+        """Wait for that pass and take over what it left."""
+        older = self._predecessor
+        if older is not None:
+            await older.gone_soon()
+            self._follow()
+
+    async def gone_soon(self) -> None:
+        """Until all is given back."""
+        while not self._gone.is_set():
+            await wait_ready(self._gone_signal)
+
+    async def take_soon(self) -> Ticket:
+        """As :meth:`take` from the thread. No ticket is taken before the last ``await``, so none is lost in one."""
+        ticket = self._poll()
+        if ticket is not None:
+            return ticket
+        started = perf_counter()
+        with self._shared.lock:
+            self._consumers_waiting += 1
+        self._credits.put(_WAITING)
+        try:
+            while (ticket := self._poll()) is None:
+                await wait_ready(self._ready)
+            return ticket
+        finally:
+            with self._shared.lock:
+                self._consumers_waiting -= 1
+            self._shared.counters.stall_seconds += perf_counter() - started
+
+    def _poll(self) -> Ticket | None:
+        if self._stopping:
+            raise self._closed()
+        ticket = self._ready.poll()
+        thread = self._thread
+        if ticket is None and (thread is None or not thread.is_alive()):
+            ticket = self._ready.poll()  # it may have been the last thing that the thread did
+            if ticket is None and self._ended and not self._stopping:
+                return end_ticket()
+            if ticket is None:
+                raise self._closed()
+        return ticket
+
+    def detach_soon(self) -> None:
+        """As :meth:`detach`, without waiting for the thread: it gives back by itself."""
+        with self._shared.lock:
+            self._users -= 1
+            if self._users > 0 or self._pid != os.getpid():
+                return
+            self.leave("")
+        thread = self._thread
+        if thread is None or self._ended or not thread.is_alive():
+            self.stop()  # nothing is under way: a thread that has put its last ticket does nothing but return
+        else:
+            torchloader.wake(self.source)
+
     def _closed(self) -> BaseException:
         if exiting.is_set() and threading.current_thread() is not threading.main_thread():
             return SystemExit()  # ends a daemon thread of the user's without a word, as the exit itself would
@@ -309,6 +391,8 @@ class Producer:
                 drawn = self._drawn_sent = self._shared.capture_draws()
             fetched = perf_counter()
             ticket = self._send(batch, stream)
+            if self._verifies:
+                self.transfer.verify(ticket)
             counters = self._shared.counters
             self._fetch_seconds, self._send_seconds = fetched - started, perf_counter() - fetched
             counters.fetch_seconds += self._fetch_seconds
@@ -434,6 +518,8 @@ class Producer:
         if not self._stopping:
             self._stopping = True
             self._credits.put(_STOP)
+            if self.on_leave is not None:
+                self.on_leave()
             self._ready.put(failed_ticket(self._closed()))  # a consumer that waits in another thread
 
     def stop(self, *, why: str = "", seconds: float = LEAVE_SECONDS) -> bool:
@@ -547,3 +633,4 @@ class Producer:
             packers.close()
         self._shared.return_transfer(self.transfer)
         self._gone.set()
+        self._gone_signal.put(None)

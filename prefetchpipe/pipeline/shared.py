@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader
 from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options
+from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.transfer import Transfer
 from prefetchpipe.pipeline.twins import Twins
 from prefetchpipe.stats import Counters
 
-__all__ = ["CapturedState", "Shared"]
+__all__ = ["CapturedState", "Shared", "start_source"]
 
 _OWN_REFERENCES = 4
 """To a source that nobody else holds, where it is counted: the producer's, two variables, and the count's own."""
@@ -65,6 +66,8 @@ class Shared:
         self._leased: dict[int, int] = {}
         self._generation = 0
         self._carried: tuple[Any, list[Ticket]] | None = None
+        self.async_source: AsyncSource | None = None
+        """Over the loader, where that is an asynchronous iterator itself."""
 
     def lease_transfer(self) -> Transfer:
         """A transfer for one pass, with the pinned ring of an earlier one where there is one."""
@@ -90,6 +93,9 @@ class Shared:
             self._generation += 1
             idle, self._idle = self._idle, []
             self._carried = None
+            source, self.async_source = self.async_source, None
+        if source is not None:
+            source.cancel()
         for transfer in idle:
             transfer.close()
         self.twins.close()
@@ -101,6 +107,9 @@ class Shared:
 
         It may if somebody holds it: it is the loader itself, or the loader keeps it and hands it out again.
         """
+        if isinstance(source, AsyncSource) and source.own:
+            return  # made for the pass that ends
+        tickets = [ticket for ticket in tickets if not isinstance(ticket.error, SourceLeftError)]
         if sys.getrefcount(source) > _OWN_REFERENCES:
             with self.lock:
                 before = self._carried[1] if self._carried is not None and self._carried[0] is source else []
@@ -113,18 +122,14 @@ class Shared:
         return carried[1] if carried is not None and carried[0] is source else []
 
     def start_source(self) -> tuple[Any, bool]:
-        """``iter(loader)``, and whether that may have rewound it.
+        """``iter(loader)``, and whether that may have rewound it."""
+        return start_source(self.loader, self._iterate)
 
-        A loader whose own ``__iter__`` resets it and returns it cannot be told from one that just returns itself,
-        except by what the call changes.
-        """
-        method = getattr(type(self.loader), "__iter__", None)
-        plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
-        before = None if plain else _simple_attributes(self.loader)
+    def _iterate(self, loader: Any) -> Any:  # noqa: ARG002 - its twin may stand in for it
         iterable = self.twins.iterable()
         source = iter(iterable)
         self.twins.bind(source, iterable)
-        return source, not plain and before != _simple_attributes(self.loader)
+        return source
 
     # Random generators of the loader's own
 
@@ -163,6 +168,19 @@ class Shared:
     def is_newest(self, producer: Producer) -> bool:
         """Whether the loader's state is about this pass."""
         return self.newest is not None and self.newest() is producer
+
+
+def start_source(loader: Any, iterate: Callable[[Any], Any] = iter) -> tuple[Any, bool]:
+    """``iter(loader)``, and whether that may have rewound it.
+
+    A loader whose own ``__iter__`` resets it and returns it cannot be told from one that just returns itself, except by
+    what the call changes.
+    """
+    method = getattr(type(loader), "__iter__", None)
+    plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
+    before = None if plain else _simple_attributes(loader)
+    source = iterate(loader)
+    return source, not plain and before != _simple_attributes(loader)
 
 
 def attribute(owner: Any, name: str) -> Any:

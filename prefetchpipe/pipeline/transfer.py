@@ -140,6 +140,14 @@ class Transfer:
         batch, ticket.batch = ticket.batch, None
         return batch
 
+    def verify(self, ticket: Ticket) -> None:
+        """``checked=True`` where nobody may wait at delivery: wait for the copy now, and compare."""
+        check, ticket.check = ticket.check, None
+        if check is not None:
+            if ticket.ready is not None:
+                self._device.synchronize(ticket.ready)
+            _verify(check)
+
     def _record_uses(self, ticket: Ticket, stream: Stream) -> None:
         """Contract 4: the memory is not recycled while ``stream`` may still read it.
 

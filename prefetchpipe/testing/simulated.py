@@ -115,6 +115,8 @@ class SimulatedDevice:
         pinned_bytes: Page-locked bytes held.
         pinned_allocations: Page-locked allocations made so far.
         copies: Host-to-device copies launched so far.
+        copies_back: Device-to-host copies launched so far.
+        late_writes: Page-locked blocks that were freed while a copy back to them was under way.
         now: Simulated time in seconds.
 
     Example:
@@ -153,11 +155,15 @@ class SimulatedDevice:
         self._pinned: list[tuple[int, int]] = []
         self.default_stream = SimulatedStream("default")
         self.copy_stream = SimulatedStream("copy")
+        self.d2h_stream = SimulatedStream("copy back")  # an engine of its own: both directions overlap
         self.now = 0.0
         self.allocated_bytes = 0
         self.pinned_bytes = 0
         self.pinned_allocations = 0
         self.copies = 0
+        self.copies_back = 0
+        self.late_writes = 0
+        self._landing: list[int] = []
 
     def __repr__(self) -> str:
         return "simulated"
@@ -193,13 +199,15 @@ class SimulatedDevice:
         views = [_raw_view(tensor) for tensor in tensors]
         memory = [self._block_of(tensor) or tensor.untyped_storage() for tensor in tensors]
         at_start: list[torch.Tensor] = []
+        in_inference = torch.is_inference_mode_enabled()  # a kernel knows no modes: it may write what was made in one
 
         def begin() -> None:
             at_start.extend(_bytes_of(view).clone() for view in views)
 
         def run() -> None:
             pairs = zip(views, at_start, strict=True)
-            fn(*(view if torch.equal(_bytes_of(view), was) else _poison_like(view) for view, was in pairs))
+            with torch.inference_mode(in_inference):
+                fn(*(view if torch.equal(_bytes_of(view), was) else _poison_like(view) for view, was in pairs))
             memory.clear()  # held until now: a stale address reads poison, it does not crash
 
         self._enqueue(self.current_stream(), seconds, begin, run)
@@ -223,6 +231,10 @@ class SimulatedDevice:
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """The copy stream becomes current for a block."""
         return self.use_stream(self.copy_stream)
+
+    def on_stream(self, stream: SimulatedStream) -> AbstractContextManager[None]:
+        """As :meth:`use_stream`."""
+        return self.use_stream(stream)
 
     def beside_captures(self) -> AbstractContextManager[None]:
         """No graphs are captured here."""
@@ -250,6 +262,8 @@ class SimulatedDevice:
 
     def _free_host(self, block: _HostBlock) -> None:
         with self._lock:
+            start = block.tensor.data_ptr()
+            self.late_writes += any(start <= target < start + block.nbytes for target in self._landing)
             block.tensor.fill_(POISON)
             self.pinned_bytes -= block.nbytes
 
@@ -329,6 +343,27 @@ class SimulatedDevice:
 
         self.copies += 1
         self._enqueue(stream, nbytes / self._bandwidth, begin, run)
+
+    def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
+        """Launch a copy. ``dst`` reads as poison until it completes; ``src`` must not change from start to end."""
+        target, source, nbytes = dst.data_ptr(), src.data_ptr(), src.numel()
+        memory: list[Any] = [dst, self._block_of(src)]  # a late write must not hit memory of somebody else's
+        at_start: list[bytes] = []
+
+        def begin() -> None:
+            ctypes.memset(target, POISON, nbytes)
+            at_start.append(ctypes.string_at(source, nbytes))
+
+        def run() -> None:
+            if ctypes.string_at(source, nbytes) == at_start[0]:
+                ctypes.memmove(target, at_start[0], nbytes)
+            self._landing.remove(target)
+            memory.clear()
+
+        self.copies_back += 1
+        with self._lock:
+            self._landing.append(target)
+            self._enqueue(stream, nbytes / self._bandwidth, begin, run)
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queued on the current stream: takes effect late, as on a GPU."""

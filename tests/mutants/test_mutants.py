@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants import mutants, two_ways
+from tests.mutants.mutants import Mutant
 
+MUTANTS = (*mutants.MUTANTS, *two_ways.MUTANTS)
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 2
 SECONDS = 60
