@@ -10,20 +10,22 @@ import ctypes
 import mmap
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.cuda
 
-from prefetchpipe.device.base import Event, HostBlock, Stream
+from prefetchpipe.device.base import Event, HostBlock, Kernel, Stream
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 
 __all__ = ["CudaDevice", "cuda_device", "cupy_status", "is_available"]
 
 _KNOWN_BAD_CUPY = ("14.0.0", "14.1.0")
 _HOST_TO_DEVICE = 1  # cudaMemcpyHostToDevice
+_DEVICE_TO_HOST = 2  # cudaMemcpyDeviceToHost
 _CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 _devices: dict[int, CudaDevice] = {}
@@ -167,6 +169,50 @@ class CudaDevice:
         flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,))
         with torch.cuda.stream(stream.torch_stream):
             flat.copy_(src, non_blocking=True)
+
+    def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Launch the copy."""
+        if self._runtime is not None and not (self._several and stream.raw == 0):
+            self._runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), _DEVICE_TO_HOST, stream.raw)
+            return
+        flat = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        start = src.storage_offset() * src.dtype.itemsize
+        flat.set_(src.untyped_storage(), start, (dst.numel(),), (1,))
+        with torch.cuda.stream(stream.torch_stream):
+            dst.copy_(flat, non_blocking=True)
+
+    # Kernels
+
+    def before_kernels(self) -> None:
+        """Kernels queue up by themselves."""
+
+    def compile_kernels(self, source: str, names: tuple[str, ...]) -> Mapping[str, Kernel] | None:
+        """Through CuPy's ``RawModule`` (NVRTC, cached on disk by CuPy); None, with one warning, where that fails."""
+        if self._cupy is None:
+            return None
+        try:
+            with torch.cuda.device(self.torch_device):
+                module = self._cupy.RawModule(code=source)
+                functions = {name: module.get_function(name).kernel for name in names}
+        except Exception as error:  # noqa: BLE001 - NVRTC missing, or another error type of CuPy's
+            warnings.warn(
+                f"kernels for rows in host memory cannot be compiled ({type(error).__name__}: {error}); "
+                "rows go through staging buffers, which is slower",
+                PrefetchWarning,
+                stacklevel=4,
+            )
+            return None
+        return {name: partial(self._launch, function) for name, function in functions.items()}
+
+    def _launch(self, function: Any, stream: Stream, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
+        """By the driver's call, which takes the stream as an argument: CuPy's own current stream is not touched."""
+        values = [ctypes.c_longlong(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in args]
+        params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        with torch.cuda.device(self.torch_device):
+            self._cupy.cuda.runtime.setDevice(self.index)  # the driver needs a context in this thread
+            self._cupy.cuda.driver.launchKernel(
+                function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, ctypes.addressof(params), 0
+            )
 
     # Events
 

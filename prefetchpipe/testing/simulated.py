@@ -15,7 +15,7 @@ import heapq
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from prefetchpipe.device.base import Kernel
 from prefetchpipe.errors import PinnedMemoryError
 
 __all__ = ["SimulatedDevice", "SimulatedStream"]
@@ -313,6 +314,37 @@ class SimulatedDevice:
 
         self.copies += 1
         self._enqueue(stream, nbytes / self._bandwidth, begin, run)
+
+    def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
+        """Launch a copy to the host. What changes in ``src`` between its start and its end arrives as poison."""
+        target, source, nbytes = dst.data_ptr(), src.data_ptr(), dst.numel()
+        memory: list[Any] = [self._block_of(src) or src.untyped_storage()]
+        reference = StorageWeakRef(dst.untyped_storage())
+        at_start: list[bytes] = []
+
+        def write(values: bytes) -> None:
+            held: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # noqa: SLF001 - None if it has gone
+            if held is not None:
+                ctypes.memmove(target, values, nbytes)
+
+        def begin() -> None:
+            at_start.append(ctypes.string_at(source, nbytes))
+            write(bytes([POISON]) * nbytes)
+
+        def run() -> None:
+            values = ctypes.string_at(source, nbytes)
+            write(values if values == at_start[0] else bytes([POISON]) * nbytes)
+            memory.clear()
+
+        self._enqueue(stream, nbytes / self._bandwidth, begin, run)
+
+    def before_kernels(self) -> None:
+        """torch calls run at once here, so what is queued before them on the current stream completes first."""
+        self.synchronize(_tail_of(self.current_stream()))
+
+    def compile_kernels(self, source: str, names: tuple[str, ...]) -> Mapping[str, Kernel] | None:
+        """None: rows go through staging buffers."""
+        return None
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queued on the current stream: takes effect late, as on a GPU."""
