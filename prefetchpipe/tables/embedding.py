@@ -43,7 +43,7 @@ class ActiveRows:
 
 
 @dataclass(slots=True)
-class _Prepared:
+class Prepared:
     """A batch of ids whose rows are on their way."""
 
     ids: Any
@@ -111,7 +111,7 @@ class HostEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self._active: dict[int, ActiveRows] = {}
-        self._prepared: dict[int, _Prepared] = {}
+        self._prepared: dict[int, list[Prepared]] = {}
         self._optimizer: weakref.ref[RowOptimizer] | None = None
 
     def forward(self, ids: Any) -> torch.Tensor:
@@ -137,6 +137,8 @@ class HostEmbedding(nn.Module):
             else:
                 distinct = prepared.distinct
                 rows = prepared.rows.take()
+                if distinct.index.resident:
+                    device.record_use(distinct.inverse, device.current_stream())  # contract 4: made on the stream of then
         device.before_kernels()
         inverse = distinct.inverse.view(_shape_of(ids))
         if inverse.device != rows.device:
@@ -176,7 +178,7 @@ class HostEmbedding(nn.Module):
 
         return Lookahead(batches, {self: ids}, depth=depth)
 
-    def prepare(self, ids: Any) -> None:
+    def prepare(self, ids: Any) -> Prepared:
         """Start to gather the rows (and the optimizer's) for a later ``forward`` with this very object."""
         table = self.table
         with torch.no_grad(), table.where.beside_captures():
@@ -185,17 +187,30 @@ class HostEmbedding(nn.Module):
             tables = () if optimizer is None else optimizer.tables_ahead()
             states = {state: state.gather_ahead(distinct.index) for state in tables}
             rows = table.gather_ahead(distinct.index)
-            self._prepared[id(ids)] = _Prepared(ids, _change_of(ids), distinct, rows, states)
+            prepared = Prepared(ids, _change_of(ids), distinct, rows, states)
+            self._prepared.setdefault(id(ids), []).append(prepared)  # it keeps ids alive, so that its number is not reused
+            return prepared
 
-    def forget(self, ids: Any) -> bool:
+    def forget(self, prepared: Prepared) -> bool:
         """Give up what :meth:`prepare` started; whether it was still waiting."""
-        return self._prepared.pop(id(ids), None) is not None
+        waiting = self._prepared.get(id(prepared.ids), [])
+        found = any(one is prepared for one in waiting)
+        if found:
+            self._keep(prepared.ids, [one for one in waiting if one is not prepared])
+        return found
 
-    def _take_prepared(self, ids: Any) -> _Prepared | None:
-        prepared = self._prepared.pop(id(ids), None)
-        if prepared is not None and not _unchanged(prepared.change, ids):
+    def _take_prepared(self, ids: Any) -> Prepared | None:
+        waiting = self._prepared.get(id(ids))
+        if not waiting:
             return None
-        return prepared
+        self._keep(ids, waiting[1:])
+        return waiting[0] if _unchanged(waiting[0].change, ids) else None
+
+    def _keep(self, ids: Any, waiting: list[Prepared]) -> None:
+        if waiting:
+            self._prepared[id(ids)] = waiting
+        else:
+            self._prepared.pop(id(ids), None)
 
     # For the optimizer
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.tables.embedding import HostEmbedding
+from prefetchpipe.tables.embedding import HostEmbedding, Prepared
 
 __all__ = ["Lookahead"]
 
 _END = object()
-_Wanted = tuple[HostEmbedding, Any]
+_Wanted = tuple[HostEmbedding, Prepared]
 _Waiting = tuple[Any, list[_Wanted]]
 
 
@@ -79,8 +79,8 @@ class Lookahead:
                 raise error
         finally:
             for wanted in (used, *(wanted for _, wanted in waiting)):
-                for embedding, ids in wanted:
-                    embedding.forget(ids)
+                for embedding, prepared in wanted:
+                    embedding.forget(prepared)
             del error
 
     def _pull(self, source: Iterator[Any], waiting: deque[_Waiting]) -> tuple[bool, BaseException | None]:
@@ -99,13 +99,12 @@ class Lookahead:
         for embedding, choose in self._ids.items():
             chosen = choose(batch)
             for ids in chosen if isinstance(chosen, tuple) else (chosen,):
-                embedding.prepare(ids)
-                wanted.append((embedding, ids))
+                wanted.append((embedding, embedding.prepare(ids)))
         return wanted
 
     def _finish(self, used: list[_Wanted]) -> None:
         """Rows that no forward asked for are given up, with one word about it."""
-        left = [embedding for embedding, ids in used if embedding.forget(ids)]
+        left = [embedding for embedding, prepared in used if embedding.forget(prepared)]
         used.clear()
         if left and not self._warned:
             self._warned = True
