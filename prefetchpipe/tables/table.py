@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -114,7 +115,8 @@ class HostTable:
         self._ahead: list[weakref.ref[RowsAhead]] = []
         # Reentrant: the collector may close another table in here.
         self._lock = threading.RLock()
-        self._finalizer = weakref.finalize(self, _close, self._rows, self._mover, self.where, os.getpid())
+        self._keeper = _Keeper()
+        self._finalizer = weakref.finalize(self._keeper, _close, self._rows, self._mover, self.where, os.getpid())
 
     # Rows to the device and back
 
@@ -301,12 +303,12 @@ class HostTable:
         """All rows as a CPU tensor, without a copy.
 
         Waits for what is outstanding on this table. Later scatters show in it only after another call of this method;
-        write into it only while none is outstanding.
+        write into it only while none is outstanding. The rows live as long as it does, unless the table is closed.
         """
         with self._lock, torch.no_grad(), self.where.beside_captures():
             self._mover.settle()
             self._invalidate()  # the caller may write
-            return self._rows.tensor
+            return self._keeper.view_of(self._rows.tensor)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """All rows as a NumPy array, without a copy; see :meth:`host_tensor`.
@@ -409,6 +411,19 @@ class HostTable:
     def __reduce__(self) -> Any:
         name = str(self.device) if type(self.where).__module__.startswith("prefetchpipe.device.") else self.where
         return type(self), (*self.shape, self.dtype, name, self.host_tensor().clone())
+
+
+class _Keeper:
+    """Held by the table and by every view of its rows; when it goes, the memory does."""
+
+    def view_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` once more, as a tensor that holds this object."""
+        if not rows.numel():
+            return rows
+        with torch.inference_mode(False):
+            buffer = (ctypes.c_uint8 * (rows.numel() * rows.dtype.itemsize)).from_address(rows.data_ptr())
+            buffer.keeper = self  # type: ignore[attr-defined]
+            return torch.frombuffer(buffer, dtype=torch.uint8).view(rows.dtype).view(rows.shape)
 
 
 def _close(rows: HostRows, mover: Mover, device: Device, process: int) -> None:

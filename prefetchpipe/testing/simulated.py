@@ -430,17 +430,20 @@ class SimulatedDevice:
             if block.users:
                 self._waiting.append((block, until))
             else:
-                assert block.owner is not None
-                self._order += 1
-                at = max(block.owner.tail, self.now)
-                poison: Callable[[], object] = partial(_fill, block)
-                heapq.heappush(self._pending, (at, self._order, poison))
-                self._free.append(block)
+                self._retire(block)
         for entry in [e for e in self._waiting if e[1] <= self.now]:
             self._waiting.remove(entry)
-            _fill(entry[0])
-            self._free.append(entry[0])
+            self._retire(entry[0])
         del self._free[:-_FREE_BLOCKS]
+
+    def _retire(self, block: _Block) -> None:
+        """Back to the pool of its stream, whose earlier work may still use it."""
+        assert block.owner is not None
+        self._order += 1
+        at = max(block.owner.tail, self.now)
+        poison: Callable[[], object] = partial(_fill, block)
+        heapq.heappush(self._pending, (at, self._order, poison))
+        self._free.append(block)
 
 
 def _free(block: _Block, freed: list[tuple[_Block, float]]) -> None:

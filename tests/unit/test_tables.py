@@ -156,6 +156,16 @@ def test_a_table_that_goes_gives_its_memory_back(device: Any) -> None:
     assert device.pinned_bytes == before
 
 
+@pytest.mark.parametrize("device", [SimulatedDevice(), ZeroCopyDevice()])
+def test_a_view_keeps_the_rows_that_it_shows(device: Any) -> None:
+    before = device.pinned_bytes
+    view = HostTable(6, 4, device=device, init=numbers())[2:4]
+    gc.collect()
+    assert view.tolist() == numbers()[2:4].tolist()
+    del view
+    assert device.pinned_bytes == before
+
+
 # Host reads
 
 
