@@ -28,7 +28,7 @@ class ZeroCopyDevice(SimulatedDevice):
     def _run(self, name: str, stream: Any, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         with self.use_stream(stream):
-            self.launch(partial(TWINS[name], args), *tensors, seconds=self.kernel_seconds)
+            self.launch(TWINS[name], *tensors, seconds=self.kernel_seconds)
 
 
 def _report(fault: torch.Tensor, value: int, position: int) -> None:
@@ -36,7 +36,7 @@ def _report(fault: torch.Tensor, value: int, position: int) -> None:
         fault[:] = torch.tensor([2, value, position])
 
 
-def _gather(args: Any, table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, fault: torch.Tensor) -> None:
+def _gather(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, fault: torch.Tensor) -> None:
     out = out.view(-1, table.shape[1])
     for position, row in enumerate(ids.tolist()):
         out[position] = 0
@@ -46,7 +46,7 @@ def _gather(args: Any, table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
             _report(fault, row, position)
 
 
-def _scatter(args: Any, table: torch.Tensor, ids: torch.Tensor, *rest: torch.Tensor) -> None:
+def _scatter(table: torch.Tensor, ids: torch.Tensor, *rest: torch.Tensor) -> None:
     order, values, fault = rest if len(rest) == 3 else (None, *rest)
     values = values.view(-1, table.shape[1])
     for at, row in enumerate(ids.tolist()):
@@ -59,7 +59,7 @@ def _scatter(args: Any, table: torch.Tensor, ids: torch.Tensor, *rest: torch.Ten
             table[row] = values[position]
 
 
-def _add(args: Any, table: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, *rest: torch.Tensor) -> None:
+def _add(table: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, *rest: torch.Tensor) -> None:
     values, fault = rest
     values = values.view(-1, table.shape[1])
     for at, row in enumerate(ids.tolist()):

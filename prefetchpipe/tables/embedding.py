@@ -138,7 +138,9 @@ class HostEmbedding(nn.Module):
                 distinct = prepared.distinct
                 rows = prepared.rows.take()
                 if distinct.index.resident:
-                    device.record_use(distinct.inverse, device.current_stream())  # contract 4: made on the stream of then
+                    device.record_use(
+                        distinct.inverse, device.current_stream()
+                    )  # contract 4: made on the stream of then
         device.before_kernels()
         inverse = distinct.inverse.view(_shape_of(ids))
         if inverse.device != rows.device:
@@ -188,7 +190,9 @@ class HostEmbedding(nn.Module):
             states = {state: state.gather_ahead(distinct.index) for state in tables}
             rows = table.gather_ahead(distinct.index)
             prepared = Prepared(ids, _change_of(ids), distinct, rows, states)
-            self._prepared.setdefault(id(ids), []).append(prepared)  # it keeps ids alive, so that its number is not reused
+            self._prepared.setdefault(id(ids), []).append(
+                prepared
+            )  # it keeps ids alive, so that its number is not reused
             return prepared
 
     def forget(self, prepared: Prepared) -> bool:

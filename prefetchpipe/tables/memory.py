@@ -128,11 +128,6 @@ class Staging:
         self.event: Event = device.new_event()
         self.used = False
 
-    @property
-    def pinned(self) -> bool:
-        """Whether a copy of it can be left to run."""
-        return self._block is not None
-
     def acquire(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` of it, flat ``uint8``; blocks until its last copy has passed."""
         self.wait()

@@ -173,8 +173,6 @@ class StagedMover:
     def _leave(self, staging: Staging, stream: Stream) -> None:
         self._device.record(staging.event, stream)
         staging.used = True
-        if not staging.pinned:
-            staging.wait()
 
     def settle(self) -> None:
         """The second half of the last scatter."""
@@ -230,8 +228,6 @@ class KernelMover:
             self._device.copy(ids, buffer, stream)
             self._device.record(staging.event, stream)
             staging.used = True
-            if not staging.pinned:
-                staging.wait()
         return Index(ids, index.shape, resident=True)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:

@@ -199,7 +199,9 @@ def test_n6_values_with_any_strides(device: Any, where: str) -> None:
     assert torch.equal(table.host_tensor()[[3, 0, 1, 2]], whole.t()[::2])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.complex64]
+)
 @pytest.mark.parametrize("dim", [1, 3, 8])
 def test_n6_any_type_of_value(device: Any, dtype: torch.dtype, dim: int) -> None:
     rows = torch.arange(4 * dim).view(4, dim).to(dtype)
