@@ -73,16 +73,16 @@ def main() -> None:
     print(f"budget     {budget:,} bytes for rows on {options.device}: {batch} pairs a step")
 
     loader = GPUPrefetcher(Pairs(text, torch.bincount(text).float(), batch, options.steps), options.device)
-    total, start = 0.0, time.perf_counter()
+    total, start = torch.zeros((), device=options.device), time.perf_counter()
     for step, ids in enumerate(embedding.lookahead(loader, lambda ids: ids, depth=DEPTH), 1):
         word, near, noise = embedding(ids).chunk(3)
         loss = F.softplus(-(word * near).sum(1)).mean() + F.softplus(word @ noise.T).mean(1).mean() * 5
         loss.backward()
         optimizer.step()
-        total += loss.detach()
+        total += loss.detach()  # no wait for the GPU
         if step % 400 == 0:
-            print(f"step {step:5} loss {float(total) / 400:.3f}")
-            total = 0.0
+            print(f"step {step:5} loss {total.item() / 400:.3f}")
+            total.zero_()
     print(f"training   {options.steps} steps in {time.perf_counter() - start:.1f} s")
 
     vectors = F.normalize(embedding.table.host_tensor()[: len(number)], dim=1)

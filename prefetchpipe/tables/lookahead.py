@@ -98,8 +98,8 @@ class Lookahead:
         wanted = []
         for embedding, choose in self._ids.items():
             chosen = choose(batch)
-            for ids in chosen if isinstance(chosen, tuple) else (chosen,):
-                wanted.append((embedding, embedding.prepare(ids)))
+            several = chosen if isinstance(chosen, tuple) else (chosen,)
+            wanted += [(embedding, embedding.prepare(ids)) for ids in several]
         return wanted
 
     def _finish(self, used: list[_Wanted]) -> None:

@@ -105,7 +105,7 @@ def test_n6_a_table_without_rows(device: Any) -> None:
     assert table.gather([]).shape == (0, DIM)
     table.scatter(torch.zeros(0, dtype=torch.int64), torch.zeros(0, DIM))
     assert table.numpy().shape == (0, DIM)
-    with pytest.raises(IndexError, match="index 0 .* no rows"):
+    with pytest.raises(IndexError, match=r"index 0 .* no rows"):
         table.gather([0])
 
 

@@ -1,4 +1,4 @@
-"""Random schedules: a loop with rows ahead gives the bits of the loop without, and a table is what a matrix would be."""
+"""Random schedules: a loop with rows ahead gives the bits of the loop without; a table is what a matrix would be."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ OPTIMIZERS = {
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
 }
 
+
+def simulated(zero: bool, seed: int, bandwidth: float, seconds: float) -> Any:
+    options: Any = {"seed": seed, "bandwidth": bandwidth}
+    return ZeroCopyDevice(seconds, **options) if zero else SimulatedDevice(**options)
+
+
 make_device = st.builds(
-    lambda zero, seed, bandwidth, seconds: (
-        ZeroCopyDevice(seconds, seed=seed, bandwidth=bandwidth) if zero else SimulatedDevice(seed=seed, bandwidth=bandwidth)
-    ),
+    simulated,
     st.booleans(),
     st.integers(0, 1000),
     st.sampled_from([1e4, 1e6, 1e9]),
@@ -35,7 +39,9 @@ make_device = st.builds(
 ids_lists = st.lists(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=5), min_size=1, max_size=7)
 
 
-def train(device: Any, batches: list[list[int]], name: str, *, depth: int, wrapped: bool, streams: bool) -> list[torch.Tensor]:
+def train(
+    device: Any, batches: list[list[int]], name: str, *, depth: int, wrapped: bool, streams: bool
+) -> list[torch.Tensor]:
     kind, options = OPTIMIZERS[name]
     start = torch.arange(ROWS * DIM, dtype=torch.float32).view(ROWS, DIM)
     embedding = HostEmbedding(ROWS, DIM, device=device, init=start)
@@ -66,7 +72,7 @@ def train(device: Any, batches: list[list[int]], name: str, *, depth: int, wrapp
     wrapped=st.booleans(),
     streams=st.booleans(),
 )
-def test_rows_ahead_change_nothing(
+def test_rows_ahead_change_nothing(  # noqa: PLR0917
     device: Any, batches: list[list[int]], name: str, depth: int, wrapped: bool, streams: bool
 ) -> None:
     expected = train("cpu", batches, name, depth=0, wrapped=False, streams=False)
@@ -171,7 +177,7 @@ def test_an_error_comes_after_the_batches_before_it(bad: str) -> None:
         return ids
 
     seen = 0
-    with pytest.raises(IndexError if bad == "id" else KeyError):  # noqa: PT012
+    with pytest.raises(IndexError if bad == "id" else KeyError):
         for ids in embedding.lookahead(source(), choose, depth=3):
             embedding(ids)
             seen += 1
@@ -189,9 +195,13 @@ def test_leaving_early_gives_everything_up() -> None:
 
 def test_rows_that_nobody_asks_for_are_told_once() -> None:
     embedding = HostEmbedding(ROWS, DIM, device="cpu")
-    with pytest.warns(RuntimeWarning, match="the very object") as caught:
+
+    def copies() -> None:
         for ids in embedding.lookahead(pairs(5), lambda ids: ids):
             embedding(ids.clone())
+
+    with pytest.warns(RuntimeWarning, match="the very object") as caught:
+        copies()
     assert len(caught) == 1
     assert embedding._prepared == {}
 
@@ -199,8 +209,7 @@ def test_rows_that_nobody_asks_for_are_told_once() -> None:
 def test_ids_that_are_written_to_meanwhile_are_looked_up_again() -> None:
     embedding = HostEmbedding(ROWS, DIM, device="cpu")
     for ids in embedding.lookahead(pairs(4), lambda ids: ids):
-        ids += 1
-        ids %= ROWS
+        ids.add_(1).remainder_(ROWS)
         assert torch.equal(embedding(ids), embedding.table.host_tensor()[ids])
     for array in embedding.lookahead([p.numpy() for p in pairs(4)], lambda ids: ids):
         array[:] = 2

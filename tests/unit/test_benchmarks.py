@@ -221,3 +221,26 @@ def test_a_quick_run_writes_a_complete_file(tmp_path, capsys):
 def test_what_is_wrong_on_the_command_line_is_said(capsys):
     assert main(["run", "--regimes", "fast"]) == 2
     assert "no regime fast" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
+)  # torch's own optimizers
+def test_the_rows_of_tables_run_without_a_gpu(tmp_path, capsys):
+    out = tmp_path / "a.json"
+    rows = ["gather", "scatter", "embedding-adagrad", "embedding-adam", "table-memory"]
+    arguments = ["--quick", "--device", "cpu", "--rows", *rows, "--repeats", "1", "--quiet", "--out", str(out)]
+    assert main(arguments) == 0
+    result = schema.load(out)
+    assert [row.name for row in result.rows] == rows
+    for row in result.rows[:-1]:
+        assert row.left_out == {
+            name: "needs a CUDA device"
+            for name in ("speedtorch", "speedtorch(numpy ids)", "gpu")
+            if name in row.left_out
+        }
+        cells = {cell.contender: cell for cell in row.regimes[0].cells}
+        assert {"prefetchpipe"} < set(cells)
+        assert [cell.error for cell in cells.values()] == [None] * len(cells)
+    assert "prefetchpipe(no lookahead)" in capsys.readouterr().out

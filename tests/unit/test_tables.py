@@ -106,13 +106,12 @@ def test_a_table_that_fits_is_page_locked() -> None:
 @pytest.mark.parametrize("why", ["budget", "system"])
 def test_a_table_that_does_not_fit_is_pageable_with_one_warning(why: str) -> None:
     device = SimulatedDevice(pinned_limit=90 if why == "system" else None)
-    with pytest.warns(PrefetchWarning, match=r"the table's 96 bytes cannot be page-locked .* slower") as caught:
+    with pytest.warns(PrefetchWarning, match=r"the table's 96 bytes cannot be page-locked .* slower"):
         table = HostTable(6, 4, device=device, init=numbers(), max_pinned_bytes=90 if why == "budget" else None)
-        for _ in range(3):
-            rows = table.gather([4, 5])
-            table.scatter([0, 1], rows)
-            device.synchronize()
-    assert len(caught) == 1
+    for _ in range(3):  # a second warning would be an error here
+        rows = table.gather([4, 5])
+        table.scatter([0, 1], rows)
+        device.synchronize()
     assert not table.pinned
     assert device.pinned_bytes <= 90
     assert torch.equal(table.host_tensor()[:2], numbers()[4:])

@@ -494,10 +494,10 @@ class NotRowWise(optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["columns"] = p.grad.abs().sum(0)
+            for param in group["params"]:
+                self.state[param]["columns"] = param.grad.abs().sum(0)
                 with torch.no_grad():
-                    p -= p.grad
+                    param.sub_(param.grad)
 
 
 def test_an_optimizer_that_is_not_row_wise_is_named_and_changes_nothing() -> None:

@@ -1,7 +1,7 @@
 """Tables on the simulated device: one wait or one reference each, and what goes wrong without it.
 
-``staged``: rows pass through page-locked buffers. ``zero``: kernels work on the table where it is; their Python twins run
-late. Named after the contracts; tests/mutants removes the waits one by one and expects these tests to fail.
+``staged``: rows pass through page-locked buffers. ``zero``: kernels work on the table where it is; their Python twins
+run late. Named after the contracts; tests/mutants removes the waits one by one and expects these tests to fail.
 """
 
 from __future__ import annotations
