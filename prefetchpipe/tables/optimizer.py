@@ -14,7 +14,7 @@ import torch
 from prefetchpipe.tables.distinct import Distinct, distinct_ids
 from prefetchpipe.tables.embedding import ActiveRows, HostEmbedding
 from prefetchpipe.tables.index import Index, read_index
-from prefetchpipe.tables.rules import rule_for
+from prefetchpipe.tables.rules import NOT_ROW_WISE, rule_for
 from prefetchpipe.tables.table import HostTable
 from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
 
@@ -73,6 +73,8 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):  # type: ignore[redundant-expr]
             raise TypeError(f"kind must be a class of torch.optim, not {kind!r}")
+        if kind in [getattr(torch.optim, name, None) for name in NOT_ROW_WISE]:
+            raise TypeError(f"kind must be row-wise and take dense gradients, and {kind.__name__} does not")
         if not isinstance(target, (HostEmbedding, HostTable)):
             raise TypeError(f"target must be a HostEmbedding or a HostTable, not {target!r}")
         if step_count not in ("row", "table"):

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Rule", "rule_for"]
+__all__ = ["NOT_ROW_WISE", "Rule", "rule_for"]
+
+NOT_ROW_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Classes of torch whose update of a row depends on other rows, or that want sparse gradients."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Tables on CUDA: both ways that rows move, their order, the index check, parity, rows ahead.
 
-The same on the simulated device: tests/unit/test_tables*.py; cases N6 and N7 run here through tests/cases/test_tables.py.
+The same on the simulated device: tests/unit/test_tables*.py. Cases N6 and N7 run here by tests/cases/test_tables.py.
 """
 
 from __future__ import annotations

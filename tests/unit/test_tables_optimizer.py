@@ -463,6 +463,8 @@ def test_state_in_mapped_files(tmp_path: Path) -> None:
     ("arguments", "options", "error", "message"),
     [
         (("Adam",), {}, TypeError, "kind must be a class of torch.optim"),
+        ((optim.LBFGS,), {}, TypeError, "kind must be row-wise .* LBFGS does not"),
+        ((optim.SparseAdam,), {}, TypeError, "kind must be row-wise"),
         ((optim.Adam,), {"lr": -1}, ValueError, "Invalid learning rate"),
         ((optim.Adam,), {"learning_rate": 1}, TypeError, "learning_rate"),
         ((optim.Adam,), {"fused": True}, ValueError, "fused=True cannot be asked for"),
