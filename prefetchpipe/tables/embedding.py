@@ -138,9 +138,8 @@ class HostEmbedding(nn.Module):
                 distinct = prepared.distinct
                 rows = prepared.rows.take()
                 if distinct.index.resident:
-                    device.record_use(
-                        distinct.inverse, device.current_stream()
-                    )  # contract 4: made on the stream of then
+                    # Contract 4: made on the stream that was current then.
+                    device.record_use(distinct.inverse, device.current_stream())
         device.before_kernels()
         inverse = distinct.inverse.view(_shape_of(ids))
         if inverse.device != rows.device:

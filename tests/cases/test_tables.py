@@ -220,7 +220,10 @@ def test_n6_any_type_of_value(device: Any, dtype: torch.dtype, dim: int) -> None
 def test_n7_a_live_table_at_exit_is_silent(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
+        "import sys\n"
         "import torch\n"
+        "import prefetchpipe\n"
+        "assert 'prefetchpipe.tables' not in sys.modules\n"
         "from prefetchpipe import HostEmbedding, HostTable\n"
         "from prefetchpipe.tables import RowOptimizer\n"
         "from prefetchpipe.testing import SimulatedDevice\n"
