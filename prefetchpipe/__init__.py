@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from prefetchpipe.errors import (
     CorruptBatchError,
     IteratorClosedError,
@@ -12,10 +14,15 @@ from prefetchpipe.errors import (
 from prefetchpipe.offload import HostPrefetcher
 from prefetchpipe.prefetcher import GPUPrefetcher
 
+if TYPE_CHECKING:
+    from prefetchpipe.tables import HostEmbedding, HostTable
+
 __all__ = [
     "CorruptBatchError",
     "GPUPrefetcher",
+    "HostEmbedding",
     "HostPrefetcher",
+    "HostTable",
     "IteratorClosedError",
     "PinnedMemoryError",
     "PrefetchError",
@@ -23,3 +30,11 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("HostEmbedding", "HostTable"):
+        from prefetchpipe import tables  # late: a program that only prefetches need not wait for it
+
+        return getattr(tables, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

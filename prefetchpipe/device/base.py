@@ -7,15 +7,18 @@ everything else. A device object belongs to the process: one copy stream each, s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Device", "Event", "HostBlock", "Stream"]
+__all__ = ["Device", "Event", "HostBlock", "Kernel", "Stream"]
 
 Stream = Any
 Event = Any
+Kernel = Callable[[Stream, int, int, tuple[Any, ...]], None]
+"""Launches on a stream: blocks, threads a block, arguments (tensors stand for their addresses, numbers are int64)."""
 
 
 class HostBlock(Protocol):
@@ -104,7 +107,13 @@ class Device(Protocol):
         """Launch an asynchronous copy on ``stream``: all bytes of a flat ``uint8`` host ``src`` to a dense ``dst``."""
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Launch an asynchronous copy on ``stream``: a flat ``uint8`` ``src`` on the device to a host ``dst``."""
+        """Launch an asynchronous copy on ``stream``: all bytes of a dense ``src`` to a flat ``uint8`` host ``dst``."""
+
+    def before_kernels(self) -> None:
+        """Called before torch kernels of ours run on the stream that is current in the calling thread."""
+
+    def compile_kernels(self, source: str, names: tuple[str, ...]) -> Mapping[str, Kernel] | None:
+        """The kernels ``names`` of a CUDA source; None where none can be had."""
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy device tensors on the stream that is current in the calling thread (``static=True``)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 
-from prefetchpipe.device.base import Event, HostBlock, Stream
+from prefetchpipe.device.base import Event, HostBlock, Kernel, Stream
 from prefetchpipe.errors import PinnedMemoryError
 
 __all__ = ["CpuDevice", "cpu_device"]
@@ -83,6 +84,13 @@ class CpuDevice:
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Never asked for: nothing is staged."""
         raise NotImplementedError
+
+    def before_kernels(self) -> None:
+        """Nothing is under way."""
+
+    def compile_kernels(self, source: str, names: tuple[str, ...]) -> Mapping[str, Kernel] | None:
+        """None: torch's own operators are used."""
+        return None
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy now."""

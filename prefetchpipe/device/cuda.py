@@ -10,14 +10,15 @@ import ctypes
 import mmap
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.cuda
 
-from prefetchpipe.device.base import Event, HostBlock, Stream
+from prefetchpipe.device.base import Event, HostBlock, Kernel, Stream
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 from prefetchpipe.ranks import check_device
 
@@ -198,12 +199,48 @@ class CudaDevice:
             flat.copy_(src, non_blocking=True)
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Launch the copy; from pageable ``dst`` the driver may wait for it, which changes nothing but time."""
+        """Launch the copy."""
         if self._runtime is not None and not (self._several and stream.raw == 0):
-            self._runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel(), _DEVICE_TO_HOST, stream.raw)
+            self._runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), _DEVICE_TO_HOST, stream.raw)
             return
+        flat = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        start = src.storage_offset() * src.dtype.itemsize
+        flat.set_(src.untyped_storage(), start, (dst.numel(),), (1,))
         with torch.cuda.stream(stream.torch_stream):
-            dst.copy_(src, non_blocking=True)
+            dst.copy_(flat, non_blocking=True)
+
+    # Kernels
+
+    def before_kernels(self) -> None:
+        """Kernels queue up by themselves."""
+
+    def compile_kernels(self, source: str, names: tuple[str, ...]) -> Mapping[str, Kernel] | None:
+        """Through CuPy's ``RawModule`` (NVRTC, cached on disk by CuPy); None, with one warning, where that fails."""
+        if self._cupy is None:
+            return None
+        try:
+            with torch.cuda.device(self.torch_device):
+                module = self._cupy.RawModule(code=source)
+                functions = {name: module.get_function(name).kernel for name in names}
+        except Exception as error:  # noqa: BLE001 - NVRTC missing, or another error type of CuPy's
+            warnings.warn(
+                f"kernels for rows in host memory cannot be compiled ({type(error).__name__}: {error}); "
+                "rows go through staging buffers, which is slower",
+                PrefetchWarning,
+                stacklevel=4,
+            )
+            return None
+        return {name: partial(self._launch, function) for name, function in functions.items()}
+
+    def _launch(self, function: Any, stream: Stream, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
+        """By the driver's call, which takes the stream as an argument: CuPy's own current stream is not touched."""
+        values = [ctypes.c_longlong(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in args]
+        params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        with torch.cuda.device(self.torch_device):
+            self._cupy.cuda.runtime.setDevice(self.index)  # the driver needs a context in this thread
+            self._cupy.cuda.driver.launchKernel(
+                function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, ctypes.addressof(params), 0
+            )
 
     # Events
 

@@ -15,7 +15,7 @@ import heapq
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from prefetchpipe.device.base import Kernel
 from prefetchpipe.errors import PinnedMemoryError
 
 __all__ = ["SimulatedDevice", "SimulatedStream"]
@@ -346,8 +347,11 @@ class SimulatedDevice:
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
         """Launch a copy. ``dst`` reads as poison until it completes; ``src`` must not change from start to end."""
-        target, source, nbytes = dst.data_ptr(), src.data_ptr(), src.numel()
-        memory: list[Any] = [dst, self._block_of(src)]  # a late write must not hit memory of somebody else's
+        target, source, nbytes = dst.data_ptr(), src.data_ptr(), dst.numel()
+        memory: list[Any] = [
+            dst,
+            self._block_of(src) or src.untyped_storage(),
+        ]  # a late write must not hit memory of somebody else's
         at_start: list[bytes] = []
 
         def begin() -> None:
@@ -364,6 +368,14 @@ class SimulatedDevice:
         with self._lock:
             self._landing.append(target)
             self._enqueue(stream, nbytes / self._bandwidth, begin, run)
+
+    def before_kernels(self) -> None:
+        """torch calls run at once here, so what is queued before them on the current stream completes first."""
+        self.synchronize(_tail_of(self.current_stream()))
+
+    def compile_kernels(self, source: str, names: tuple[str, ...]) -> Mapping[str, Kernel] | None:
+        """None: rows go through staging buffers."""
+        return None
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queued on the current stream: takes effect late, as on a GPU."""
@@ -449,17 +461,20 @@ class SimulatedDevice:
             if block.users:
                 self._waiting.append((block, until))
             else:
-                assert block.owner is not None
-                self._order += 1
-                at = max(block.owner.tail, self.now)
-                poison: Callable[[], object] = partial(_fill, block)
-                heapq.heappush(self._pending, (at, self._order, poison))
-                self._free.append(block)
+                self._retire(block)
         for entry in [e for e in self._waiting if e[1] <= self.now]:
             self._waiting.remove(entry)
-            _fill(entry[0])
-            self._free.append(entry[0])
+            self._retire(entry[0])
         del self._free[:-_FREE_BLOCKS]
+
+    def _retire(self, block: _Block) -> None:
+        """Back to the pool of its stream, whose earlier work may still use it."""
+        assert block.owner is not None
+        self._order += 1
+        at = max(block.owner.tail, self.now)
+        poison: Callable[[], object] = partial(_fill, block)
+        heapq.heappush(self._pending, (at, self._order, poison))
+        self._free.append(block)
 
 
 def _free(block: _Block, freed: list[tuple[_Block, float]]) -> None:

@@ -42,6 +42,15 @@ PREFETCHER = "prefetcher.py"
 SHARED = "pipeline/shared.py"
 STAND_IN = "integrations/_standin.py"
 
+TABLE = "tables/table.py"
+MOVERS = "tables/movers.py"
+AHEAD = "tables/ahead.py"
+
+
+def _tables(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_tables_ordering.py::{name}" for name in names)
+
+
 MUTANTS = (
     # Contract 3: ordered by events
     Mutant(
@@ -454,5 +463,168 @@ MUTANTS = (
         "if True:",
         2,
         ("tests/property/test_layout.py::test_c2_neighbours_in_a_slab_are_no_views",),
+    ),
+    # Tables
+    Mutant(
+        "a gather does not wait for the scatter before it",
+        MOVERS,
+        "self._device.wait(stream, self._written)  # contract 3: a gather after a scatter sees it, on any stream",
+        "pass",
+        3,
+        _tables("test_c3_a_gather_sees_the_scatter_before_it_on_another_stream"),
+    ),
+    Mutant(
+        "a scatter does not wait for the scatter before it",
+        MOVERS,
+        "stream = self._device.current_stream()\n        self._device.wait(stream, self._written)\n        for",
+        "stream = self._device.current_stream()\n        for",
+        3,
+        _tables("test_c3_a_scatter_follows_the_scatter_before_it_on_another_stream"),
+    ),
+    Mutant(
+        "a scatter does not wait for the gathers before it",
+        MOVERS,
+        "self._device.wait(stream, event)  # contract 3: a gather before this still reads the old rows",
+        "pass",
+        3,
+        _tables("test_c3_a_gather_keeps_its_rows_when_a_scatter_on_another_stream_follows"),
+    ),
+    Mutant(
+        "a host read does not wait for the scatter by a kernel",
+        MOVERS,
+        "self._device.synchronize(self._written)\n        for event in self._reads.values():\n"
+        "            self._device.synchronize(event)\n        self.poll()",
+        "for event in self._reads.values():\n            self._device.synchronize(event)\n        self.poll()",
+        3,
+        _tables("test_c3_a_host_read_waits_for_the_scatter"),
+    ),
+    Mutant(
+        "a host write does not wait for the gather by a kernel",
+        MOVERS,
+        "            self._device.synchronize(event)\n        self.poll()",
+        "            pass\n        self.poll()",
+        3,
+        _tables("test_c3_a_host_write_waits_for_the_gather"),
+    ),
+    Mutant(
+        "the host writes rows that have not arrived",
+        MOVERS,
+        "self._back.wait()  # contract 3: the rows have arrived on the host",
+        "pass",
+        3,
+        _tables("test_c3_a_host_read_waits_for_the_scatter"),
+    ),
+    Mutant(
+        "a staged gather does not see the scatter that is half-way",
+        MOVERS,
+        "self.settle()  # contract 3: a gather after a scatter sees it",
+        "pass",
+        3,
+        _tables("test_c3_a_gather_sees_the_scatter_before_it_on_another_stream"),
+    ),
+    Mutant(
+        "a staged scatter overwrites the one that is half-way",
+        MOVERS,
+        "self.settle()  # the buffer still holds the scatter before this one",
+        "pass",
+        3,
+        _tables("test_c3_a_scatter_follows_the_scatter_before_it_on_another_stream"),
+    ),
+    Mutant(
+        "ids are read by the host before they have arrived",
+        MOVERS,
+        "self._device.synchronize(event)  # contract 3: the ids are read by the host next",
+        "pass",
+        3,
+        _tables("test_c3_ids_of_the_device_are_waited_for"),
+    ),
+    Mutant(
+        "rows are written back before the step has made them",
+        TABLE,
+        "device.wait(device.copy_stream, self._handover)\n                self._mover",
+        "self._mover",
+        3,
+        _tables("test_c3_rows_are_written_back_after_the_step_that_makes_them"),
+    ),
+    Mutant(
+        "rows ahead are gathered before their ids are there",
+        TABLE,
+        "device.wait(device.copy_stream, self._handover)\n                rows",
+        "rows",
+        3,
+        _tables("test_c3_rows_ahead_are_gathered_after_their_ids_are_made"),
+    ),
+    Mutant(
+        "rows ahead are not waited for",
+        AHEAD,
+        "device.wait(stream, self._ready)",
+        "pass",
+        3,
+        _tables("test_c3_rows_ahead_are_waited_for_when_taken"),
+    ),
+    Mutant(
+        "rows ahead miss what was written back since",
+        AHEAD,
+        "_replace(rows, self._index, new, index)",
+        "pass",
+        3,
+        _tables("test_a_loop_with_rows_ahead_is_the_loop_without"),
+    ),
+    Mutant(
+        "rows that are written back are not kept",
+        TABLE,
+        "device.record_use(rows, device.copy_stream)  # contract 4: the copy stream still reads them",
+        "pass",
+        4,
+        _tables("test_c4_rows_that_are_written_back_are_kept_until_they_are_read"),
+    ),
+    Mutant(
+        "ids of rows that are written back are not kept",
+        TABLE,
+        "device.record_use(rows, device.copy_stream)  # contract 4: the copy stream still reads them\n"
+        "            if index.resident:",
+        "device.record_use(rows, device.copy_stream)\n            if False:",
+        4,
+        _tables("test_c4_ids_are_kept_until_the_copy_stream_has_read_them"),
+    ),
+    Mutant(
+        "ids of rows ahead are not kept",
+        TABLE,
+        "device.record_use(index.ids, device.copy_stream)  # contract 4\n",
+        "pass\n",
+        4,
+        _tables("test_c4_ids_are_kept_until_the_copy_stream_has_read_them"),
+    ),
+    Mutant(
+        "rows ahead are not kept for the stream that takes them",
+        AHEAD,
+        "device.record_use(rows, stream)",
+        "pass",
+        4,
+        _tables("test_c4_rows_ahead_are_kept_for_the_stream_that_takes_them"),
+    ),
+    Mutant(
+        "a staging buffer is written under its copy",
+        "tables/memory.py",
+        "self._device.synchronize(self.event)  # contract 6: the copy may still be running",
+        "pass",
+        6,
+        _tables("test_c6_many_gathers_behind_a_slow_link"),
+    ),
+    Mutant(
+        "a table is freed under the kernels that read it",
+        MOVERS,
+        "self._device.synchronize(event)  # contract 6: kernels may still be reading this memory",
+        "pass",
+        6,
+        _tables("test_c6_a_table_goes_after_the_copies_out_of_it"),
+    ),
+    Mutant(
+        "a table goes without its last rows",
+        MOVERS,
+        "        self.settle()\n        for staging in (*self._out, self._back):",
+        "        for staging in (*self._out, self._back):",
+        6,
+        _tables("test_c6_a_mapped_or_pinned_table_that_goes_has_its_last_rows"),
     ),
 )

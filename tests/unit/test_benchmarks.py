@@ -251,3 +251,25 @@ def test_a_row_for_more_gpus_than_there_are_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(RuntimeError, match="2 processes need 2 GPUs, and there are 1"):
         _devices(Env(torch.device("cuda", 0)), 2)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
+)  # torch's own optimizers
+def test_the_rows_of_tables_run_without_a_gpu(tmp_path, capsys):
+    out = tmp_path / "a.json"
+    rows = ["gather", "scatter", "embedding-adagrad", "embedding-adam", "table-memory"]
+    arguments = ["--quick", "--device", "cpu", "--rows", *rows, "--repeats", "1", "--quiet", "--out", str(out)]
+    assert main(arguments) == 0
+    result = schema.load(out)
+    assert [row.name for row in result.rows] == rows
+    for row in result.rows[:-1]:
+        assert row.left_out == {
+            name: "needs a CUDA device"
+            for name in ("speedtorch", "speedtorch(numpy ids)", "gpu")
+            if name in row.left_out
+        }
+        cells = {cell.contender: cell for cell in row.regimes[0].cells}
+        assert {"prefetchpipe"} < set(cells)
+        assert [cell.error for cell in cells.values()] == [None] * len(cells)
+    assert "prefetchpipe(no lookahead)" in capsys.readouterr().out

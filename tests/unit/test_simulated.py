@@ -422,3 +422,59 @@ def test_many_threads_may_call_at_once() -> None:
     assert [thread.result() for thread in threads] == [True] * 4
     device.synchronize()
     assert device.allocated_bytes == 0
+
+
+# Device to host
+
+
+def test_a_copy_to_the_host_arrives_late_and_reads_what_was_there_when_it_started() -> None:
+    device = SimulatedDevice(bandwidth=1e6)
+    host = device.host_alloc(16)
+    source = device.alloc(16)
+    device.launch(lambda view: view.fill_(7), source, seconds=0.01)
+    device.copy_to_host(host.tensor, source, device.default_stream)
+    assert 7 not in host.tensor.tolist()
+    device.synchronize()
+    assert host.tensor.tolist() == [7] * 16
+
+
+def test_a_source_that_changes_under_a_copy_to_the_host_arrives_as_poison() -> None:
+    device = SimulatedDevice(bandwidth=1e3)
+    host = device.host_alloc(16)
+    source = device.alloc(16).fill_(7)
+    device.copy_to_host(host.tensor, source, device.default_stream)
+    with device.use_stream(device.new_stream()):
+        device.launch(lambda view: view.fill_(8), source, seconds=0.001)
+    device.synchronize()
+    assert host.tensor.tolist() == [0xAB] * 16
+
+
+def test_a_copy_to_the_host_keeps_no_host_memory_alive() -> None:
+    device = SimulatedDevice(bandwidth=1e3)
+    source = device.alloc(16).fill_(7)
+    device.copy_to_host(torch.empty(16, dtype=torch.uint8), source, device.default_stream)
+    device.synchronize()
+
+
+def test_torch_calls_see_what_is_queued_before_them_on_the_current_stream() -> None:
+    device = SimulatedDevice()
+    made = device.alloc(16)
+    device.launch(lambda view: view.fill_(7), made, seconds=0.5)
+    with device.use_stream(device.new_stream()):
+        device.before_kernels()
+        assert 7 not in made.tolist()
+    device.before_kernels()
+    assert made.tolist() == [7] * 16
+
+
+def test_a_block_with_recorded_uses_goes_back_in_the_order_of_its_own_stream() -> None:
+    """As torch's allocator has it: the pool of a stream needs no event for that stream's own work."""
+    device = SimulatedDevice(bandwidth=1e3)
+    host = device.host_alloc(16)
+    user = device.new_stream()
+    source = device.alloc(16).fill_(7)
+    device.record_use(source, user)
+    device.copy_to_host(host.tensor, source, device.default_stream)
+    del source
+    device.synchronize()
+    assert host.tensor.tolist() == [7] * 16

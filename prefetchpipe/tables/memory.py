@@ -1,0 +1,160 @@
+"""Where the rows of a table are: page-locked memory, ordinary memory, or a mapped file."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefetchpipe.device.base import Device, Event, HostBlock
+from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
+from prefetchpipe.memory.pinned import PinnedMemory
+
+__all__ = ["HostRows", "Staging", "numpy_dtype"]
+
+_NUMPY = {
+    dtype: np.dtype(str(dtype).removeprefix("torch."))
+    for dtype in (
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    )
+}  # fmt: skip
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """NumPy's dtype for ``dtype``; where it has none (bfloat16, float8), unsigned integers of the same width."""
+    known = _NUMPY.get(dtype)
+    return np.dtype(f"u{dtype.itemsize}") if known is None else known
+
+
+class HostRows:
+    """The memory of a table.
+
+    Args:
+        shape: Rows and width.
+        dtype: Of the elements.
+        device: Whose copy engine or kernels will read it.
+        budget: Where page-locked memory comes from.
+        path: A ``.npy`` file to map; made if it is not there.
+
+    Attributes:
+        tensor: All rows, a CPU tensor.
+        pinned: The device can read and write the rows where they are.
+        existed: The mapped file was there before, so its rows are kept.
+
+    Raises:
+        ValueError: The file at ``path`` holds something else.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: Device, budget: PinnedMemory, path: Any
+    ) -> None:
+        self.existed = False
+        self._budget = budget
+        self._block: HostBlock | None = None
+        self._mapped: np.memmap[Any, Any] | None = None
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        with torch.inference_mode(False):
+            if path is not None:
+                self.tensor = self._map(Path(path), shape, dtype)
+            elif nbytes and device.staged:
+                self.tensor = self._pin(nbytes).view(dtype).view(shape)
+            else:
+                self.tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        self.pinned = self._block is not None
+
+    def _pin(self, nbytes: int) -> torch.Tensor:
+        try:
+            self._block = self._budget.alloc(nbytes)
+        except PinnedMemoryError as refused:
+            warnings.warn(
+                f"the table's {nbytes} bytes cannot be page-locked ({refused}); it lives in ordinary memory and its "
+                "rows go through a staging buffer, which is slower",
+                PrefetchWarning,
+                stacklevel=5,
+            )
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._block.tensor
+
+    def _map(self, path: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        wanted = numpy_dtype(dtype)
+        self.existed = path.exists()
+        if not self.existed:
+            mapped = np.lib.format.open_memmap(path, mode="w+", dtype=wanted, shape=shape)
+        else:
+            try:
+                mapped = np.lib.format.open_memmap(path, mode="r+")
+            except (ValueError, OSError) as error:
+                raise ValueError(f"path={str(path)!r} is no .npy file that can be mapped: {error}") from error
+            if mapped.shape != shape or mapped.dtype != wanted or not mapped.flags.c_contiguous:
+                raise ValueError(
+                    f"path={str(path)!r} holds {mapped.dtype} of shape {mapped.shape}, not {wanted} of shape {shape}"
+                )
+        self._mapped = mapped
+        return torch.from_numpy(mapped.view(np.ndarray)).view(dtype)
+
+    def flush(self) -> None:
+        """Write changed pages of a mapped file to disk."""
+        if self._mapped is not None:
+            self._mapped.flush()
+
+    def free(self) -> None:
+        """Give page-locked memory back; nothing on the device may be using it any more (contract 6)."""
+        self.tensor = torch.empty((0, self.tensor.shape[1]), dtype=self.tensor.dtype, device="cpu")
+        self._mapped = None
+        block, self._block = self._block, None
+        if block is not None:
+            self._budget.free(block)
+
+
+class Staging:
+    """One block that rows pass through, and the event of the last copy in or out of it.
+
+    Args:
+        device: Whose events say when the block is free.
+        budget: Where page-locked memory comes from; when it is used up the block is ordinary memory.
+    """
+
+    __slots__ = ("_block", "_budget", "_device", "_tensor", "event", "used")
+
+    def __init__(self, device: Device, budget: PinnedMemory) -> None:
+        self._device = device
+        self._budget = budget
+        self._block: HostBlock | None = None
+        self._tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.event: Event = device.new_event()
+        self.used = False
+
+    def acquire(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of it, flat ``uint8``; blocks until its last copy has passed."""
+        self.wait()
+        if self._tensor.numel() < nbytes:
+            self._grow(nbytes)
+        return self._tensor[:nbytes]
+
+    def _grow(self, nbytes: int) -> None:
+        self.free()
+        with torch.inference_mode(False):
+            try:
+                self._block = self._budget.alloc(nbytes)
+            except PinnedMemoryError:  # the table has warned, or its budget says so on purpose
+                self._tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            else:
+                self._tensor = self._block.tensor
+
+    def wait(self) -> None:
+        """Block until the last copy in or out has passed."""
+        if self.used:
+            self._device.synchronize(self.event)  # contract 6: the copy may still be running
+            self.used = False
+
+    def free(self) -> None:
+        """Wait, then give the memory back."""
+        self.wait()
+        self._tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        block, self._block = self._block, None
+        if block is not None:
+            self._budget.free(block)

@@ -1,0 +1,305 @@
+"""The three ways that rows move: torch on the CPU, kernels over page-locked memory, and staging buffers.
+
+A mover trusts its index and its values: the table has checked them. Calls come one at a time, under the table's lock.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from prefetchpipe.device.base import Device, Event, HostBlock, Stream
+from prefetchpipe.errors import PinnedMemoryError
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.tables.index import Index, check_range, out_of_range
+from prefetchpipe.tables.kernels import RowKernels
+from prefetchpipe.tables.memory import HostRows, Staging
+
+__all__ = ["HostMover", "KernelMover", "Mover", "StagedMover", "make_mover", "write_rows"]
+
+
+class Mover(Protocol):
+    """Moves rows of one table; all work goes to the stream that is current in the calling thread."""
+
+    on_device: bool
+    """Ids are wanted on the device: nothing of a gather or scatter then passes through the host."""
+
+    def place(self, index: Index) -> Index:
+        """``index`` where this mover wants it."""
+
+    def gather(self, index: Index, out: torch.Tensor) -> None:
+        """Rows into ``out``, [ids, width] on the device."""
+
+    def scatter(self, index: Index, values: torch.Tensor, *, unique: bool) -> None:
+        """``values``, dense and on the device, into the rows; the last one for equal ids."""
+
+    def add(self, index: Index, values: torch.Tensor) -> None:
+        """Add ``values`` to the rows, occurrence by occurrence."""
+
+    def settle(self) -> None:
+        """Block until the host may read and write the rows: waits for this table's own work only."""
+
+    def poll(self) -> None:
+        """Raise an ``IndexError`` that the device has found by now; never waits."""
+
+    def close(self) -> None:
+        """As :meth:`settle`; nothing on the device uses the rows any more."""
+
+
+def make_mover(rows: HostRows, device: Device, budget: PinnedMemory) -> Mover:
+    """The way for this memory on this device."""
+    if not device.staged:
+        return HostMover(rows)
+    kernels = RowKernels.of(device) if rows.pinned else None
+    if kernels is not None:
+        try:
+            return KernelMover(rows, device, budget, kernels)
+        except PinnedMemoryError:  # not even the few bytes of its fault record
+            pass
+    return StagedMover(rows, device, budget)
+
+
+def write_rows(table: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, *, unique: bool) -> None:
+    """``table[ids] = values`` in host memory; of equal ids the last one is written."""
+    if unique:
+        table.index_copy_(0, ids, values)
+        return
+    # NumPy assigns in order, so the last one wins; torch's threads may not. Bytes, since NumPy lacks some dtypes.
+    raw, new = (t.view(-1).view(torch.uint8).view(len(t), -1).numpy() for t in (table, values.contiguous()))
+    piece = next(size for size in (8, 4, 2, 1) if raw.shape[1] % size == 0)
+    raw.view(f"u{piece}")[ids.numpy()] = new.view(f"u{piece}")
+
+
+class HostMover:
+    """torch's own operators; all of it has happened when a call returns."""
+
+    on_device = False
+
+    def __init__(self, rows: HostRows) -> None:
+        self._rows = rows
+
+    def place(self, index: Index) -> Index:
+        """It is there."""
+        return index
+
+    def gather(self, index: Index, out: torch.Tensor) -> None:
+        """See the protocol."""
+        torch.index_select(self._rows.tensor, 0, index.ids, out=out)
+
+    def scatter(self, index: Index, values: torch.Tensor, *, unique: bool) -> None:
+        """See the protocol."""
+        if len(index):
+            write_rows(self._rows.tensor, index.ids, values, unique=unique)
+
+    def add(self, index: Index, values: torch.Tensor) -> None:
+        """See the protocol."""
+        self._rows.tensor.index_add_(0, index.ids, values)
+
+    def settle(self) -> None:
+        """It has settled."""
+
+    def poll(self) -> None:
+        """Ids in host memory are checked at once."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class StagedMover:
+    """Rows are collected in a page-locked buffer by the host, or in an ordinary one, and copied from there.
+
+    A scatter comes back in two halves: the copy to the host, and the host's writing, which is done when somebody next
+    needs the table. One scatter at most is half-way.
+    """
+
+    on_device = False
+
+    def __init__(self, rows: HostRows, device: Device, budget: PinnedMemory) -> None:
+        self._rows = rows
+        self._device = device
+        self._out = [Staging(device, budget), Staging(device, budget)]
+        self._back = Staging(device, budget)
+        self._half: tuple[Index, torch.Tensor, bool, bool] | None = None
+
+    def place(self, index: Index) -> Index:
+        """To the host: waits for what is queued on the current stream, and checks the range there."""
+        if not index.resident:
+            return index
+        ids = index.ids
+        host = torch.empty(len(index), dtype=torch.int64, device="cpu")
+        if len(index):
+            stream = self._device.current_stream()
+            self._device.copy_to_host(host.view(torch.uint8), ids, stream)
+            event = self._device.new_event()
+            self._device.record(event, stream)
+            self._device.synchronize(event)  # contract 3: the ids are read by the host next
+        check_range(host, len(self._rows.tensor), index.shape)
+        return Index(host, index.shape, resident=False)
+
+    def gather(self, index: Index, out: torch.Tensor) -> None:
+        """See the protocol."""
+        self.settle()  # contract 3: a gather after a scatter sees it
+        nbytes = out.numel() * out.dtype.itemsize
+        if not nbytes:
+            return
+        self._out.reverse()
+        staging = self._out[0]
+        buffer = staging.acquire(nbytes)
+        torch.index_select(self._rows.tensor, 0, index.ids, out=buffer.view(out.dtype).view(out.shape))
+        stream = self._device.current_stream()
+        self._device.copy(out, buffer, stream)
+        self._leave(staging, stream)
+
+    def scatter(self, index: Index, values: torch.Tensor, *, unique: bool) -> None:
+        """See the protocol."""
+        self._bring(index, values, unique=unique, adding=False)
+
+    def add(self, index: Index, values: torch.Tensor) -> None:
+        """See the protocol."""
+        self._bring(index, values, unique=False, adding=True)
+
+    def _bring(self, index: Index, values: torch.Tensor, *, unique: bool, adding: bool) -> None:
+        self.settle()  # the buffer still holds the scatter before this one
+        nbytes = values.numel() * values.dtype.itemsize
+        if not nbytes:
+            return
+        buffer = self._back.acquire(nbytes)
+        stream = self._device.current_stream()
+        self._device.copy_to_host(buffer, values, stream)
+        self._half = (index, buffer.view(values.dtype).view(values.shape), unique, adding)
+        self._leave(self._back, stream)
+
+    def _leave(self, staging: Staging, stream: Stream) -> None:
+        self._device.record(staging.event, stream)
+        staging.used = True
+
+    def settle(self) -> None:
+        """The second half of the last scatter."""
+        half, self._half = self._half, None
+        if half is None:
+            return
+        self._back.wait()  # contract 3: the rows have arrived on the host
+        index, values, unique, adding = half
+        if adding:
+            self._rows.tensor.index_add_(0, index.ids, values)
+        else:
+            write_rows(self._rows.tensor, index.ids, values, unique=unique)
+
+    def poll(self) -> None:
+        """Ids are checked by the host."""
+
+    def close(self) -> None:
+        """See the protocol."""
+        self.settle()
+        for staging in (*self._out, self._back):
+            staging.free()
+
+
+class KernelMover:
+    """Kernels read and write the rows in page-locked memory; the host takes no part and waits for nothing."""
+
+    on_device = True
+
+    def __init__(self, rows: HostRows, device: Device, budget: PinnedMemory, kernels: RowKernels) -> None:
+        self._rows = rows
+        self._device = device
+        self._budget = budget
+        self._kernels = kernels
+        self._ids = [Staging(device, budget), Staging(device, budget)]
+        self._written: Event = device.new_event()
+        self._reads: dict[Stream, Event] = {}
+        self._fault_block: HostBlock = budget.alloc(24)
+        self._fault = self._fault_block.tensor.view(torch.int64)
+        self._fault.zero_()
+
+    def place(self, index: Index) -> Index:
+        """To the device, by a copy on the current stream."""
+        if index.resident:
+            return index
+        nbytes = len(index) * 8
+        ids = self._device.empty(torch.Size((len(index),)), (1,), torch.int64)
+        if nbytes:
+            self._ids.reverse()
+            staging = self._ids[0]
+            buffer = staging.acquire(nbytes)
+            buffer.view(torch.int64).copy_(index.ids)
+            stream = self._device.current_stream()
+            self._device.copy(ids, buffer, stream)
+            self._device.record(staging.event, stream)
+            staging.used = True
+        return Index(ids, index.shape, resident=True)
+
+    def gather(self, index: Index, out: torch.Tensor) -> None:
+        """See the protocol."""
+        stream = self._device.current_stream()
+        self._device.wait(stream, self._written)  # contract 3: a gather after a scatter sees it, on any stream
+        if len(index):
+            self._kernels.gather(self._rows.tensor, index.ids, out, fault=self._fault, stream=stream)
+        event = self._reads.get(stream)
+        if event is None:
+            event = self._reads[stream] = self._device.new_event()
+        self._device.record(event, stream)
+
+    def scatter(self, index: Index, values: torch.Tensor, *, unique: bool) -> None:
+        """See the protocol."""
+        ids, order = (index.ids, None) if unique else self._sorted(index)
+        stream = self._before_write()
+        if len(index):
+            self._kernels.scatter(self._rows.tensor, ids, order, values, fault=self._fault, stream=stream)
+        self._device.record(self._written, stream)
+
+    def add(self, index: Index, values: torch.Tensor) -> None:
+        """See the protocol."""
+        if not self._kernels.can_add(values.dtype):
+            self._add_on_host(index, values)
+            return
+        ids, order = self._sorted(index)
+        stream = self._before_write()
+        if len(index):
+            self._kernels.add(self._rows.tensor, ids, order, values, fault=self._fault, stream=stream)
+        self._device.record(self._written, stream)
+
+    def _sorted(self, index: Index) -> tuple[torch.Tensor, torch.Tensor]:
+        self._device.before_kernels()
+        ids, order = torch.sort(index.ids, stable=True)  # stable: the last of equal ids stays the last
+        return ids, order
+
+    def _before_write(self) -> Stream:
+        stream = self._device.current_stream()
+        self._device.wait(stream, self._written)
+        for event in self._reads.values():
+            self._device.wait(stream, event)  # contract 3: a gather before this still reads the old rows
+        return stream
+
+    def _add_on_host(self, index: Index, values: torch.Tensor) -> None:
+        """For the dtypes without a kernel; waits for the current stream."""
+        self._device.before_kernels()
+        ids, new = index.ids.cpu(), values.cpu()
+        check_range(ids, len(self._rows.tensor), index.shape)
+        self.settle()
+        self._rows.tensor.index_add_(0, ids, new)
+
+    def settle(self) -> None:
+        """Contract 3: a host read waits for the scatters, a host write for the gathers too; never for the device."""
+        self._device.synchronize(self._written)
+        for event in self._reads.values():
+            self._device.synchronize(event)
+        self.poll()
+
+    def poll(self) -> None:
+        """A look at page-locked memory."""
+        if int(self._fault[0]) == 2:  # noqa: PLR2004 - the kernel writes it last
+            _, value, position = self._fault.tolist()
+            self._fault.zero_()
+            raise out_of_range(value, position, len(self._rows.tensor), None)
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._device.synchronize(self._written)
+        for event in self._reads.values():
+            self._device.synchronize(event)  # contract 6: kernels may still be reading this memory
+        for staging in self._ids:
+            staging.free()
+        self._fault = torch.zeros(3, dtype=torch.int64)
+        self._budget.free(self._fault_block)

@@ -1,0 +1,349 @@
+"""``RowOptimizer``: any row-wise optimizer of torch for the rows of a table, with its state in tables too."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from prefetchpipe.tables.distinct import Distinct, distinct_ids
+from prefetchpipe.tables.embedding import ActiveRows, HostEmbedding
+from prefetchpipe.tables.index import Index, read_index
+from prefetchpipe.tables.rules import NOT_ROW_WISE, rule_for
+from prefetchpipe.tables.table import HostTable
+from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
+
+__all__ = ["RowOptimizer", "StepCount"]
+
+StepCount = Literal["row", "table"]
+
+_OURS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Updates the active rows of a table with an optimizer class of torch.
+
+    Every state tensor of that optimizer is a :class:`HostTable` beside the table, and every number that it keeps for a
+    parameter (``step``; ASGD's ``eta`` and ``mu``) is kept for each row. A row that is not in a batch is not touched by
+    that step: no momentum, no decay, no count (the "lazy" rule; docs/tables.md says for each optimizer where that
+    differs from a dense embedding). A row in every batch is trained exactly as in a dense embedding.
+
+    The arithmetic is that of torch's own class. Where the update does not depend on the count (SGD, Adadelta, RMSprop,
+    Rprop, Adagrad without ``lr_decay``) all rows are one parameter. Where it does, on CUDA the class is run with
+    ``capturable=True`` and one count a row; elsewhere, or if the class cannot, rows are put together by count, one
+    parameter for each distinct count in the batch.
+
+    Args:
+        kind: A class of ``torch.optim``, or any optimizer class whose state has the shape of the parameter or is one
+            number.
+        target: The embedding, or a table that :meth:`update` is called for.
+        step_count: ``"row"``: each row counts the steps that it was in, so that bias correction fits rare rows.
+            ``"table"``: one count for all, as ``torch.optim.SparseAdam`` has it; one launch whatever the counts.
+        path: A folder where the state tables are mapped files, for state larger than memory.
+        max_pinned_bytes: Upper bound for the page-locked memory of each state table.
+        options: Hyperparameters of ``kind`` (``lr``, ...). How the class runs is chosen here, so ``foreach``,
+            ``fused``, ``capturable`` and ``differentiable`` are not taken.
+
+    Raises:
+        TypeError: An argument has a wrong type, or ``kind`` does not take an option.
+        ValueError: An option has a value that is not allowed.
+
+    Example:
+        >>> table = HostTable(4, 2, device="cpu")
+        >>> optimizer = RowOptimizer(torch.optim.SGD, table, lr=0.5)
+        >>> optimizer.update([1, 1], torch.ones(2, 2))
+        >>> table[:2].tolist()
+        [[0.0, 0.0], [-1.0, -1.0]]
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        target: HostEmbedding | HostTable,
+        *,
+        step_count: StepCount = "row",
+        path: str | os.PathLike[str] | None = None,
+        max_pinned_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):  # type: ignore[redundant-expr]
+            raise TypeError(f"kind must be a class of torch.optim, not {kind!r}")
+        if kind in [getattr(torch.optim, name, None) for name in NOT_ROW_WISE]:
+            raise TypeError(f"kind must be row-wise and take dense gradients, and {kind.__name__} does not")
+        if not isinstance(target, (HostEmbedding, HostTable)):
+            raise TypeError(f"target must be a HostEmbedding or a HostTable, not {target!r}")
+        if step_count not in ("row", "table"):
+            raise ValueError(f"step_count must be 'row' or 'table', not {step_count!r}")
+        for name in _OURS:
+            if options.get(name):
+                raise ValueError(f"{name}={options[name]!r} cannot be asked for: RowOptimizer chooses it")
+            options.pop(name, None)
+        table = target.table if isinstance(target, HostEmbedding) else target
+        if not table.dtype.is_floating_point:
+            raise TypeError(f"target must be floating point to be trained, not {table.dtype}")
+        self._table = table
+        self._embedding = target if isinstance(target, HostEmbedding) else None
+        self._folder = None if path is None else Path(path)
+        self._max_pinned_bytes = max_pinned_bytes
+        placeholder = torch.nn.Parameter(torch.empty(0, table.shape[1], dtype=table.dtype, device=table.device))
+        self._inner = kind([placeholder], **options)
+        self._rule = rule_for(kind, self._inner.defaults)
+        super().__init__([placeholder], self._inner.defaults)
+        self.param_groups = self._inner.param_groups  # learning rate schedules set them here
+        self._states: dict[str, HostTable] = {}
+        self._columns = _Columns(partial(self._new_table, width=1))
+        self._update = self._choose(step_count)
+        if self._embedding is not None:
+            self._embedding._optimizer = weakref.ref(self)  # noqa: SLF001 - the newest one takes the gradients
+
+    def _choose(self, step_count: StepCount) -> Update:
+        rule = self._rule
+        if rule is None:
+            if step_count == "table":
+                raise ValueError(
+                    f"step_count='table' is not known for {type(self._inner).__name__} with these options; use 'row'"
+                )
+            self._columns.tables["seen"] = self._new_table("seen", torch.uint8, width=1)
+            return ByCount(self._columns, known=False)
+        for name, value in rule.states.items():
+            self._states[name] = self._new_table(name, self._table.dtype, value)
+        if step_count == "table" and rule.counts_matter:
+            return Shared(rule.scalars)
+        for name, value in rule.scalars.items():
+            self._columns.tables[name] = self._new_table(name, torch.float32, value, width=1)
+        group = self._inner.param_groups[0]
+        if not rule.counts_matter:
+            group["foreach"] = False  # it is one parameter
+            return AtOnce(scalar_step=rule.scalar_step)
+        if rule.capturable and self._table.device.type in _capturable_devices():
+            group.update(foreach=False, capturable=True)
+            self._inner._warned_capturable_if_run_uncaptured = True  # noqa: SLF001 - meant
+            return AtOnce(scalar_step=False)
+        return ByCount(self._columns, known=True)
+
+    def _new_table(self, name: str, dtype: torch.dtype, value: float = 0.0, *, width: int | None = None) -> HostTable:
+        table = self._table
+        path = None if self._folder is None else self._folder / f"{name}.npy"
+        init = None if path is not None and path.exists() else lambda rows: rows.fill_(value)
+        return HostTable(
+            table.shape[0],
+            width or table.shape[1],
+            dtype,
+            table.where,
+            init,
+            path=path,
+            max_pinned_bytes=self._max_pinned_bytes,
+        )
+
+    @property
+    def tables(self) -> dict[str, HostTable]:
+        """The state tables by name: [num_rows, dim], and [num_rows, 1] for what is one number a row."""
+        return {**self._states, **self._columns.tables}
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the rows that have got gradients since the last step, and write them and their state back.
+
+        The gradients are used up: nothing of them is left for the next step. Several forward passes before one step add
+        up.
+
+        Args:
+            closure: Reevaluates the model and returns the loss.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            RuntimeError: The optimizer is that of a table, or a newer one took its place.
+            TypeError: The optimizer class turns out not to be row-wise; nothing has been written then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        embedding = self._embedding
+        if embedding is None:
+            raise RuntimeError("this RowOptimizer is that of a table: call update(index, grad)")
+        if embedding._optimizer is None or embedding._optimizer() is not self:  # noqa: SLF001
+            raise RuntimeError("a newer RowOptimizer, or none, belongs to this embedding; its gradients are not ours")
+        active = embedding.take_active()
+        if not active:
+            return loss
+        with self._table.where.beside_captures():
+            self._table.where.before_kernels()
+            if len(active) == 1:
+                one = active[0]
+                assert one.rows.grad is not None
+                self._apply(one.distinct.index, self._current(one), one.rows.grad, one)
+            else:
+                self._apply(*_merged(active, self._table), None)
+        for one in active:
+            one.rows.grad = None
+        return loss
+
+    @torch.no_grad()
+    def update(self, index: Any, grad: Any) -> None:
+        """Update rows of the table by hand.
+
+        Args:
+            index: Row ids of any shape; gradients of repeated ids add up.
+            grad: [*index.shape, dim] of the table's dtype, on the device.
+
+        Raises:
+            IndexError: As for :class:`HostTable`.
+            ValueError: ``grad`` does not fit.
+        """
+        table = self._table
+        with table.where.beside_captures():
+            table.poll()
+            found = read_index(index, table.shape[0], table.where)
+            wanted = (*found.shape, table.shape[1])
+            if tuple(grad.shape) != wanted or grad.dtype is not table.dtype:
+                raise ValueError(
+                    f"grad must be {table.dtype} of shape {wanted}, not {grad.dtype} of {tuple(grad.shape)}"
+                )
+            table.where.before_kernels()
+            distinct = distinct_ids(table.place(found))
+            total = _summed(grad.detach().reshape(-1, table.shape[1]), distinct)
+            rows = table.gather_rows(distinct.index)
+            table.where.before_kernels()
+            self._apply(distinct.index, rows, total, None)
+
+    def _current(self, active: ActiveRows) -> torch.Tensor:
+        """The rows as they are now: gathered again if the table was written to since the forward pass."""
+        if active.version == self._table.version:
+            return active.rows.detach()
+        rows = self._table.gather_rows(active.distinct.index)
+        self._table.where.before_kernels()
+        return rows
+
+    def _apply(self, index: Index, rows: torch.Tensor, grad: torch.Tensor, active: ActiveRows | None) -> None:
+        if not len(index):
+            return
+        states = {}
+        for name, table in self._moving().items():
+            ahead = None if active is None else active.states.pop(table, None)
+            states[name] = table.gather_rows(index) if ahead is None else ahead.take()
+        self._table.where.before_kernels()
+        made = self._update(self._inner, index, rows, grad, states)
+        for name, new in made.items():
+            self._states[name] = self._new_table(name, new.dtype)
+            states[name] = new
+        tables = self.tables
+        for name, state in states.items():
+            tables[name].write_back(index, state)
+        self._table.write_back(index, rows)
+
+    def _moving(self) -> dict[str, HostTable]:
+        """The tables whose rows travel with the step; the other numbers are read and written by the host."""
+        return self.tables if self._update.columns_on_device else self._states
+
+    def tables_ahead(self) -> list[HostTable]:
+        """State tables whose rows can be gathered ahead of a step."""
+        return list(self._moving().values())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002, ARG002 - torch's signature
+        """Give up gradients that no step has used."""
+        if self._embedding is not None:
+            self._embedding.take_active()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyperparameters and all state: tensors [num_rows, dim] or [num_rows, 1] in host memory, not copied."""
+        groups = [{k: v for k, v in group.items() if k not in ("params", *_OURS)} for group in self.param_groups]
+        state = {name: table.host_tensor() for name, table in self.tables.items()}
+        if isinstance(self._update, Shared):
+            state.update(self._update.scalars)
+        return {"state": state, "numbers": sorted(self._columns.tables), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: It is that of another optimizer, or of a table of another size; nothing has been changed then.
+        """
+        state = dict(state_dict["state"])
+        rows, dim = self._table.shape
+        shared = self._update.scalars if isinstance(self._update, Shared) else {}
+        differing = {*self.tables, *shared} ^ set(state)
+        if self._rule is None:  # its state is found out at the first step
+            differing -= set(state)
+        if differing:
+            raise ValueError(f"state_dict is that of another optimizer; they differ in {sorted(differing)}")
+        numbers = set(state_dict["numbers"])
+        for name, value in state.items():
+            wanted = () if name in shared else (rows, 1 if name in numbers else dim)
+            if tuple(value.shape) != wanted:
+                raise ValueError(f"state {name!r} must have shape {wanted}, not {tuple(value.shape)}")
+        for name, value in state.items():
+            if name in shared:
+                shared[name] = value.clone()
+                continue
+            if name not in self.tables:
+                where = self._columns.tables if name in numbers else self._states
+                where[name] = self._new_table(name, value.dtype, width=value.shape[1])
+            self.tables[name].host_tensor().copy_(value)
+        (group,) = state_dict["param_groups"]
+        self.param_groups[0].update({k: v for k, v in group.items() if k not in ("params", *_OURS)})
+
+    def __repr__(self) -> str:
+        return f"RowOptimizer({type(self._inner).__name__}, {self._table!r}, state {sorted(self.tables)})"
+
+
+class _Columns:
+    """The numbers of all rows, one table of width 1 each."""
+
+    def __init__(self, make: Callable[[str, torch.dtype], HostTable]) -> None:
+        self.tables: dict[str, HostTable] = {}
+        self._make = make
+
+    def read(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[ids] each, in host memory."""
+        return {name: table.host_tensor()[ids, 0] for name, table in self.tables.items()}
+
+    def write(self, ids: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """[ids] each; a name that is new gets a table."""
+        for name, value in values.items():
+            if name not in self.tables:
+                self.tables[name] = self._make(name, value.dtype)
+            self.tables[name].host_tensor()[ids, 0] = value
+
+
+def _summed(grad: torch.Tensor, distinct: Distinct) -> torch.Tensor:
+    """One gradient for each distinct row, as the backward pass of an embedding adds them up."""
+    inverse = distinct.inverse.to(grad.device)
+    total: torch.Tensor = torch.ops.aten.embedding_dense_backward(grad, inverse, len(distinct.index), -1, False)
+    return total
+
+
+def _merged(active: list[ActiveRows], table: HostTable) -> tuple[Index, torch.Tensor, torch.Tensor]:
+    """Several forward passes as one: a row that is in two of them has the sum of its gradients, in their order."""
+    parts = [one.distinct.index for one in active]
+    ids = torch.cat([part.ids for part in parts])
+    distinct = distinct_ids(Index(ids, tuple(ids.shape), resident=parts[0].resident))
+    device = active[0].rows.device
+    inverse = distinct.inverse.to(device)
+    count = len(distinct.index)
+    grad = torch.zeros(count, table.shape[1], dtype=table.dtype, device=device)
+    for one, places in zip(active, inverse.split([len(part) for part in parts]), strict=True):
+        assert one.rows.grad is not None
+        grad.index_add_(0, places, one.rows.grad)  # ids of one pass are distinct, so the order of the sum is fixed
+    rows = table.gather_rows(distinct.index)
+    table.where.before_kernels()
+    return distinct.index, rows, grad
+
+
+def _capturable_devices() -> list[str]:
+    try:
+        from torch.optim.optimizer import _get_capturable_supported_devices
+    except ImportError:  # a private name of torch's
+        return ["cuda"]
+    return _get_capturable_supported_devices()

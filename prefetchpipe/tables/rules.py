@@ -1,0 +1,107 @@
+"""What is known of torch's optimizers: which state a row has, where it starts, and how its step count is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["NOT_ROW_WISE", "Rule", "rule_for"]
+
+NOT_ROW_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Classes of torch whose update of a row depends on other rows, or that want sparse gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One optimizer class under given hyperparameters.
+
+    Attributes:
+        states: State tensors of the shape of the parameter, and the value that they start with.
+        scalars: State numbers of a parameter, each of which becomes one number a row, and where they start.
+        counts_matter: Whether the update depends on a scalar. If not, all rows can be updated at once.
+        scalar_step: ``step`` is read as a Python number even where it does not matter, so it cannot be one per row.
+        capturable: The class can take its scalars as tensors, with one entry per row.
+    """
+
+    states: Mapping[str, float]
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    counts_matter: bool = True
+    scalar_step: bool = False
+    capturable: bool = True
+
+
+def rule_for(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Rule | None:
+    """The rule of exactly this class; None: find out at the first step, and treat fresh rows apart.
+
+    Args:
+        kind: The optimizer class; a subclass of the user's is not taken for its base.
+        options: Its hyperparameters, defaults included.
+    """
+    make = _RULES.get(kind)
+    return None if make is None else make(options)
+
+
+def _sgd(options: Mapping[str, Any]) -> Rule | None:
+    if not options["momentum"]:
+        return Rule({}, counts_matter=False, capturable=False)
+    if options["dampening"]:
+        return None  # the first step of a row takes the gradient undamped
+    return Rule({"momentum_buffer": 0.0}, counts_matter=False, capturable=False)
+
+
+def _adagrad(options: Mapping[str, Any]) -> Rule:
+    return Rule(
+        {"sum": float(options["initial_accumulator_value"])},
+        {"step": 0.0},
+        counts_matter=options["lr_decay"] != 0,
+        scalar_step=True,
+        capturable=False,
+    )
+
+
+def _adadelta(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature
+    return Rule({"square_avg": 0.0, "acc_delta": 0.0}, {"step": 0.0}, counts_matter=False)
+
+
+def _rmsprop(options: Mapping[str, Any]) -> Rule:
+    states = {"square_avg": 0.0}
+    if options["momentum"] > 0:
+        states["momentum_buffer"] = 0.0
+    if options["centered"]:
+        states["grad_avg"] = 0.0
+    return Rule(states, {"step": 0.0}, counts_matter=False)
+
+
+def _rprop(options: Mapping[str, Any]) -> Rule:
+    return Rule({"prev": 0.0, "step_size": float(options["lr"])}, {"step": 0.0}, counts_matter=False)
+
+
+def _adam(options: Mapping[str, Any]) -> Rule:
+    states = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    if options["amsgrad"]:
+        states["max_exp_avg_sq"] = 0.0
+    return Rule(states, {"step": 0.0})
+
+
+def _adamax(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature
+    return Rule({"exp_avg": 0.0, "exp_inf": 0.0}, {"step": 0.0})
+
+
+def _asgd(options: Mapping[str, Any]) -> Rule:
+    return Rule({"ax": 0.0}, {"step": 0.0, "eta": float(options["lr"]), "mu": 1.0})
+
+
+_RULES: dict[type[torch.optim.Optimizer], Any] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: _adagrad,
+    torch.optim.Adadelta: _adadelta,
+    torch.optim.RMSprop: _rmsprop,
+    torch.optim.Rprop: _rprop,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.Adamax: _adamax,
+    torch.optim.ASGD: _asgd,
+}

@@ -1,0 +1,467 @@
+"""``HostTable``: a matrix in host memory whose rows are read and written by the device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from prefetchpipe.batch.move import array_to_tensor
+from prefetchpipe.device import resolve
+from prefetchpipe.device.base import Device
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.tables.ahead import RowsAhead
+from prefetchpipe.tables.files import read_rows, save_rows
+from prefetchpipe.tables.index import Index, read_index
+from prefetchpipe.tables.memory import HostRows
+from prefetchpipe.tables.movers import Mover, make_mover, write_rows
+
+__all__ = ["HostTable", "Init"]
+
+Init = str | Callable[[torch.Tensor], Any] | torch.Tensor | np.ndarray | None
+
+
+class HostTable:
+    """``num_rows`` x ``dim`` values in host memory, with rows gathered to the device and scattered back by index.
+
+    Work goes to the stream that is current in the calling thread. Order is kept by events of this table: a gather
+    after a scatter sees it, whatever streams the two ran on, and a host read waits for what is outstanding here, never
+    for the device. Methods may be called from any thread.
+
+    **Index**: integers of any shape (tensor in host memory or on the device, NumPy array, sequence, int). Ids count
+    from 0; negative ids are errors, they do not count from the end. Ids in host memory are checked before any byte
+    moves. Ids on the device of a page-locked table are checked there, without a wait: a bad one reads as zeros and is
+    not written, and the ``IndexError`` is raised by the next call on this table after the device has got there, at the
+    latest by the next host read, :meth:`synchronize` or :meth:`save`. (Where there are no kernels, without CuPy or
+    with a table in ordinary memory, ids on the device are brought to the host, which waits, and are checked there.)
+
+    **Repeated ids**: :meth:`scatter` keeps the last occurrence, :meth:`scatter_add` adds all of them in their order, on
+    every path.
+
+    Args:
+        num_rows: Rows, at least 0.
+        dim: Values a row, at least 1.
+        dtype: Of the values.
+        device: Where rows go, as for :class:`prefetchpipe.GPUPrefetcher`.
+        init: None or ``"zeros"``; a callable that fills the CPU tensor it is given, such as
+            ``torch.nn.init.normal_``; or a tensor or array of shape [num_rows, dim].
+        path: A ``.npy`` file that is mapped and holds the rows, for tables larger than memory. If it is there its rows
+            are kept, and ``init`` must be None.
+        max_pinned_bytes: Upper bound for the page-locked memory of this table, staging included. A table that does not
+            fit lives in ordinary memory, with one warning.
+
+    Attributes:
+        shape: (num_rows, dim).
+        dtype: Of the values.
+        device: Where rows go.
+        where: The device's object, for the package itself.
+        pinned: Whether the device reads and writes the rows where they are.
+        version: Counts the writes.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument has a value that is not allowed, or ``path`` holds another table.
+
+    Example:
+        >>> table = HostTable(5, 2, device="cpu")
+        >>> table.scatter([1, 3, 1], torch.tensor([[1.0, 1.0], [3.0, 3.0], [9.0, 9.0]]))
+        >>> table.gather([[1], [3]]).tolist()
+        [[[9.0, 9.0]], [[3.0, 3.0]]]
+        >>> table[1:2]
+        array([[9., 9.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | Device | None = None,
+        init: Init = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        max_pinned_bytes: int | None = None,
+    ) -> None:
+        _whole("num_rows", num_rows, 0)
+        _whole("dim", dim, 1)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if max_pinned_bytes is not None:
+            _whole("max_pinned_bytes", max_pinned_bytes, 0)
+        if isinstance(init, str) and init != "zeros":
+            raise ValueError(f"init must be None, 'zeros', a callable, a tensor or an array, not {init!r}")
+        self.where = resolve(device)
+        self.shape = (num_rows, dim)
+        self.dtype = dtype
+        self.device = self.where.torch_device
+        self.version = 0
+        with torch.no_grad(), self.where.beside_captures():
+            budget = PinnedMemory(self.where, max_pinned_bytes)
+            self._rows = HostRows(self.shape, dtype, self.where, budget, path)
+            if self._rows.existed and init is not None:
+                raise ValueError(f"init must be None: path={str(path)!r} is there, and its rows are kept")
+            if not self._rows.existed:
+                _fill(self._rows.tensor, init)
+            self._mover = make_mover(self._rows, self.where, budget)
+        self.pinned = self._rows.pinned
+        self._handover = self.where.new_event()
+        self._ahead: list[weakref.ref[RowsAhead]] = []
+        # Reentrant: the collector may close another table in here.
+        self._lock = threading.RLock()
+        self._keeper = _Keeper()
+        self._finalizer = weakref.finalize(self._keeper, _close, self._rows, self._mover, self.where, os.getpid())
+
+    # Rows to the device and back
+
+    def gather(self, index: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows by index.
+
+        Args:
+            index: Row ids of any shape.
+            out: Where to put them: [*index.shape, dim], this dtype, dense, on the device.
+
+        Returns:
+            [*index.shape, dim] on the device, ordered on the current stream. It belongs to the caller.
+
+        Raises:
+            IndexError: See the class.
+            TypeError: The index is not made of integers.
+            ValueError: ``out`` does not fit.
+        """
+        with self._lock, torch.no_grad(), self.where.beside_captures():
+            self._mover.poll()
+            found = read_index(index, self.shape[0], self.where)
+            if out is not None:
+                self._check("out", out, found)
+                if self.where.staged != self.where.is_resident(out) or out.device != self.device:
+                    raise ValueError(f"out must be on {self.where!r}, not {out.device}")
+                if not out.is_contiguous():
+                    raise ValueError(f"out must be contiguous; its strides are {out.stride()}")
+            return self.gather_rows(found, out).view(*found.shape, self.shape[1])
+
+    def gather_rows(self, index: Index, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As :meth:`gather`, for a checked index: [ids, dim]."""
+        with self._lock:
+            placed = self._mover.place(index)
+            if out is None:
+                out = self.where.empty(torch.Size((len(index), self.shape[1])), (self.shape[1], 1), self.dtype)
+            rows = out.view(len(index), self.shape[1])
+            self._mover.gather(placed, rows)
+            return rows
+
+    def scatter(self, index: Any, values: Any, *, unique: bool = False) -> None:
+        """Write rows by index; of repeated ids the last occurrence stays.
+
+        Args:
+            index: Row ids of any shape.
+            values: [*index.shape, dim] of this dtype, on the device or in host memory, with any strides.
+            unique: A promise that no id occurs twice, which saves a sort. If it does, either may stay.
+
+        Raises:
+            IndexError: See the class; nothing has been written then if the index is in host memory.
+            TypeError: The index is not made of integers.
+            ValueError: ``values`` does not fit; nothing has been written.
+        """
+        self._write(index, values, "scatter", unique=unique)
+
+    def scatter_add(self, index: Any, values: Any) -> None:
+        """Add to rows by index; repeated ids add up, in their order.
+
+        Deterministic on the CPU and on the device: one thread adds all occurrences of an id. (float16, bfloat16 and
+        other dtypes without a kernel are added by the host, which waits for the current stream.)
+
+        Args:
+            index: Row ids of any shape.
+            values: [*index.shape, dim] of this dtype, on the device or in host memory, with any strides.
+
+        Raises:
+            IndexError: As for :meth:`scatter`.
+            TypeError: As for :meth:`scatter`.
+            ValueError: As for :meth:`scatter`.
+        """
+        self._write(index, values, "add", unique=False)
+
+    def _write(self, index: Any, values: Any, how: str, *, unique: bool) -> None:
+        with self._lock, torch.no_grad(), self.where.beside_captures():
+            self._mover.poll()
+            found = read_index(index, self.shape[0], self.where)
+            values = _as_values(values)
+            self._check("values", values, found)
+            self._invalidate()
+            if values.device.type == "cpu" and not self.where.is_resident(values):
+                self._write_here(found, values, how, unique=unique)
+                return
+            if values.device != self.device:
+                raise ValueError(f"values must be in host memory or on {self.where!r}, not on {values.device}")
+            if not values.is_contiguous():
+                self.where.before_kernels()
+                values = values.contiguous()
+                if not self.where.is_resident(values):
+                    self._write_here(found, values, how, unique=unique)
+                    return
+            placed = self._mover.place(found)
+            rows = values.view(len(found), self.shape[1])
+            if how == "add":
+                self._mover.add(placed, rows)
+            else:
+                self._mover.scatter(placed, rows, unique=unique)
+
+    def _write_here(self, index: Index, values: torch.Tensor, how: str, *, unique: bool) -> None:
+        """Values in host memory: the host writes them itself, once nobody is reading or writing the rows."""
+        if index.resident:
+            ids = index.ids
+            self.where.before_kernels()
+            index = read_index(ids.cpu().clone().view(index.shape), self.shape[0], self.where)
+        self._mover.settle()
+        if not len(index):
+            return
+        rows = values.contiguous().view(len(index), self.shape[1])
+        if how == "add":
+            self._rows.tensor.index_add_(0, index.ids, rows)
+        else:
+            write_rows(self._rows.tensor, index.ids, rows, unique=unique)
+
+    def _check(self, name: str, values: torch.Tensor, index: Index) -> None:
+        wanted = (*index.shape, self.shape[1])
+        if tuple(values.shape) != wanted:
+            raise ValueError(f"{name} must have shape {wanted} (index shape and dim), not {tuple(values.shape)}")
+        if values.dtype is not self.dtype:
+            raise ValueError(f"{name} must be {self.dtype} as the table, not {values.dtype}")
+
+    # Ahead of use
+
+    @property
+    def ids_on_device(self) -> bool:
+        """Whether ids that are on the device are used there, without a wait of the host."""
+        return self._mover.on_device
+
+    def place(self, index: Index) -> Index:
+        """``index`` where this table uses it: on the device, or in host memory."""
+        with self._lock:
+            return self._mover.place(index)
+
+    def gather_ahead(self, index: Index) -> RowsAhead:
+        """Rows that are wanted later, on the copy stream; what is written back until then reaches them.
+
+        Args:
+            index: A checked index of distinct ids, ascending.
+        """
+        device = self.where
+        with self._lock, torch.no_grad(), device.beside_captures():
+            # Contract 3: ids on the device come from the caller's stream.
+            device.record(self._handover, device.current_stream())
+            with device.on_copy_stream():
+                device.wait(device.copy_stream, self._handover)
+                rows = self.gather_rows(index)
+            if index.resident:
+                device.record_use(index.ids, device.copy_stream)  # contract 4
+            ahead = RowsAhead(self, device, index, rows)
+            self._ahead = [ref for ref in self._ahead if ref() is not None]
+            self._ahead.append(weakref.ref(ahead))
+            return ahead
+
+    def write_back(self, index: Index, rows: torch.Tensor) -> None:
+        """Write rows that the caller gives up, on the copy stream; rows gathered ahead get the new values.
+
+        Args:
+            index: A checked index of distinct ids, ascending.
+            rows: [ids, dim] on the device. It must not be changed afterwards.
+        """
+        device = self.where
+        with self._lock, torch.no_grad(), device.beside_captures():
+            self.version += 1
+            for ref in self._ahead:
+                ahead = ref()
+                if ahead is not None:
+                    ahead.patch(index, rows)
+            # Contract 3: the rows are written after the step that makes them.
+            device.record(self._handover, device.current_stream())
+            with device.on_copy_stream():
+                device.wait(device.copy_stream, self._handover)
+                self._mover.scatter(self._mover.place(index), rows, unique=True)
+            device.record_use(rows, device.copy_stream)  # contract 4: the copy stream still reads them
+            if index.resident:
+                device.record_use(index.ids, device.copy_stream)
+
+    def _invalidate(self) -> None:
+        self.version += 1
+        for ref in self._ahead:
+            ahead = ref()
+            if ahead is not None:
+                ahead.drop()
+
+    # Reading and writing on the host
+
+    def host_tensor(self) -> torch.Tensor:
+        """All rows as a CPU tensor, without a copy.
+
+        Waits for what is outstanding on this table. Later scatters show in it only after another call of this method;
+        write into it only while none is outstanding. The rows live as long as it does, unless the table is closed.
+        """
+        with self._lock, torch.no_grad(), self.where.beside_captures():
+            self._mover.settle()
+            self._invalidate()  # the caller may write
+            return self._keeper.view_of(self._rows.tensor)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """All rows as a NumPy array, without a copy; see :meth:`host_tensor`.
+
+        Raises:
+            TypeError: NumPy has no such dtype (bfloat16, float8).
+        """
+        return self.host_tensor().numpy()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.numpy()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.numpy()[key] = value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:  # noqa: FBT001 - NumPy's
+        array = self.numpy()
+        if copy or (dtype is not None and np.dtype(dtype) != array.dtype):
+            return np.array(array, dtype=dtype)
+        return array
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    def poll(self) -> None:
+        """Raise what the device has found wrong with an index by now; never waits.
+
+        Raises:
+            IndexError: See the class.
+        """
+        self._mover.poll()
+
+    def synchronize(self) -> None:
+        """Wait for what is outstanding on this table; raises what the device has found wrong with an index.
+
+        Raises:
+            IndexError: See the class.
+        """
+        with self._lock, torch.no_grad(), self.where.beside_captures():
+            self._mover.settle()
+
+    # Files, copies, the end
+
+    def flush(self) -> None:
+        """Write all rows of a mapped file to disk."""
+        self.synchronize()
+        self._rows.flush()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows to a ``.npy`` or ``.safetensors`` file.
+
+        Raises:
+            ValueError: Another ending.
+            ImportError: safetensors is not installed (extra ``tables``).
+        """
+        with self._lock:
+            self.synchronize()
+            save_rows(Path(path), self._rows.tensor)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: str | torch.device | Device | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        max_pinned_bytes: int | None = None,
+    ) -> Self:
+        """A new table with the rows of a file that :meth:`save` wrote.
+
+        Args:
+            path: A ``.npy`` or ``.safetensors`` file with one matrix.
+            device: Where rows go.
+            dtype: Of the values, for a ``.npy`` file of a dtype that NumPy lacks; None: what the file says.
+            max_pinned_bytes: As for the class.
+
+        Raises:
+            ValueError: Another ending, or no matrix in it.
+        """
+        rows = read_rows(Path(path), dtype)
+        count, dim = rows.shape
+        return cls(count, dim, rows.dtype, device, rows, max_pinned_bytes=max_pinned_bytes)
+
+    def close(self) -> None:
+        """Wait for what is outstanding, flush a mapped file, give the memory back. The table is empty afterwards."""
+        with self._lock:
+            self._finalizer()
+            self.shape = (0, self.shape[1])
+            self._invalidate()
+
+    def __repr__(self) -> str:
+        kind = "pinned" if self.pinned else "pageable"
+        return f"HostTable({self.shape[0]}, {self.shape[1]}, dtype={self.dtype}, device={self.where!r}, {kind})"
+
+    def __reduce__(self) -> Any:
+        name = str(self.device) if type(self.where).__module__.startswith("prefetchpipe.device.") else self.where
+        return type(self), (*self.shape, self.dtype, name, self.host_tensor().clone())
+
+
+class _Keeper:
+    """Held by the table and by every view of its rows; when it goes, the memory does."""
+
+    def view_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` once more, as a tensor that holds this object."""
+        if not rows.numel():
+            return rows
+        with torch.inference_mode(False):
+            buffer = (ctypes.c_uint8 * (rows.numel() * rows.dtype.itemsize)).from_address(rows.data_ptr())
+            buffer.keeper = self  # type: ignore[attr-defined]
+            return torch.frombuffer(buffer, dtype=torch.uint8).view(rows.dtype).view(rows.shape)
+
+
+def _close(rows: HostRows, mover: Mover, device: Device, process: int) -> None:
+    """Also at interpreter exit, so that a mapped file has its last rows; in a forked child nothing is touched."""
+    if os.getpid() == process:
+        with torch.no_grad(), device.beside_captures():
+            mover.close()
+            rows.flush()
+            rows.free()
+
+
+def _whole(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"{name} must be a whole number of at least {minimum}, not {value!r} (a {type(value).__name__})"
+        )
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {value}")
+
+
+def _as_values(values: Any) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values.detach()
+    tensor = array_to_tensor(np.asarray(values))
+    if tensor is None:
+        raise ValueError(f"values must be numbers, not {values!r}")
+    return tensor
+
+
+def _fill(rows: torch.Tensor, init: Init) -> None:
+    if init is None or isinstance(init, str):
+        rows.zero_()
+    elif isinstance(init, (torch.Tensor, np.ndarray)):
+        source = _as_values(init)
+        if tuple(source.shape) != tuple(rows.shape):
+            raise ValueError(f"init must have shape {tuple(rows.shape)}, not {tuple(source.shape)}")
+        rows.copy_(source)
+    elif callable(init):
+        init(rows)
+    else:
+        raise TypeError(f"init must be None, 'zeros', a callable, a tensor or an array, not {init!r}")

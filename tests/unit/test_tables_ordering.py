@@ -1,0 +1,306 @@
+"""Tables on the simulated device: one wait or one reference each, and what goes wrong without it.
+
+``staged``: rows pass through page-locked buffers. ``zero``: kernels work on the table where it is; their Python twins
+run late. Named after the contracts; tests/mutants removes the waits one by one and expects these tests to fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from prefetchpipe import HostEmbedding, HostTable
+from prefetchpipe.tables import RowOptimizer
+from prefetchpipe.tables.index import Index, read_index
+from prefetchpipe.testing import SimulatedDevice
+from tests.support import Readings, constants
+from tests.support_tables import SLOW, ZeroCopyDevice
+
+ROWS, DIM = 8, 16
+
+
+def staged() -> SimulatedDevice:
+    return SimulatedDevice(bandwidth=SLOW)
+
+
+def zero() -> ZeroCopyDevice:
+    return ZeroCopyDevice(bandwidth=SLOW)
+
+
+BOTH = pytest.mark.parametrize("make", [staged, zero])
+
+
+def table_of(device: Any, **options: Any) -> HostTable:
+    """Row i holds i + 1."""
+    rows = torch.arange(1.0, ROWS + 1)[:, None].expand(ROWS, DIM)
+    return HostTable(ROWS, DIM, device=device, init=rows, **options)
+
+
+def made_late(device: Any, value: float, rows: int = 1, seconds: float = 0.05) -> torch.Tensor:
+    """Device rows that a kernel on the current stream is going to fill."""
+    made = device.empty(torch.Size((rows, DIM)), (DIM, 1), torch.float32)
+    device.launch(lambda view: view.fill_(value), made, seconds=seconds)
+    return made
+
+
+def ids_made_late(device: Any, *ids: int) -> torch.Tensor:
+    made = device.empty(torch.Size((len(ids),)), (1,), torch.int64)
+    device.launch(lambda view: view.copy_(torch.tensor(ids)), made, seconds=0.05)
+    return made
+
+
+def read(device: Any, *rows: torch.Tensor, seconds: float = 0.0) -> list[tuple[float, float]]:
+    readings = Readings(device, len(rows))
+    for number, row in enumerate(rows):
+        readings.queue(number, row, seconds=seconds)
+    return readings.values()
+
+
+def litter(device: Any) -> None:
+    """Whatever was freed is handed out again and written to."""
+    for nbytes in (8, 16, 24, 64, 128, 192, 8 * DIM * 4):
+        kept = [device.alloc(nbytes) for _ in range(4)]
+        for block in kept:
+            device.launch(lambda view: view.fill_(0x77), block)
+
+
+# Contract 3
+
+
+@BOTH
+def test_c3_the_stream_of_the_moment_has_the_rows(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    readings = Readings(device, 6)
+    for number in range(6):
+        with device.use_stream(device.new_stream()):
+            readings.queue(number, table.gather([number]))
+    assert readings.values() == constants(range(1, 7))
+
+
+@BOTH
+def test_c3_a_gather_sees_the_scatter_before_it_on_another_stream(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    table.scatter([3], made_late(device, 9.0))
+    with device.use_stream(device.new_stream()):
+        rows = table.gather([3])
+        assert read(device, rows) == constants([9])
+
+
+@BOTH
+def test_c3_a_scatter_follows_the_scatter_before_it_on_another_stream(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    table.scatter([3], made_late(device, 9.0))
+    with device.use_stream(device.new_stream()):
+        table.scatter([3], made_late(device, 10.0, seconds=0.0))
+    assert table[3].tolist() == [10] * DIM
+    table.scatter([3], made_late(device, 20.0))
+    with device.use_stream(device.new_stream()):
+        table.scatter_add([3, 3], made_late(device, 1.0, rows=2, seconds=0.0))
+    assert table[3].tolist() == [22] * DIM
+
+
+@BOTH
+def test_c3_a_gather_keeps_its_rows_when_a_scatter_on_another_stream_follows(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    device.launch(lambda: None, seconds=0.05)
+    rows = table.gather([3])
+    with device.use_stream(device.new_stream()):
+        table.scatter([3], made_late(device, 9.0, seconds=0.0))
+    assert read(device, rows) == constants([4])
+    assert table[3].tolist() == [9] * DIM
+
+
+@BOTH
+def test_c3_a_host_read_waits_for_the_scatter(make: Any) -> None:
+    for look in (lambda t: t[3], lambda t: t.numpy()[3], lambda t: t.host_tensor()[3]):
+        device = make()
+        table = table_of(device)
+        table.scatter([3], made_late(device, 9.0))
+        assert look(table).tolist() == [9] * DIM
+
+
+@BOTH
+def test_c3_a_host_write_waits_for_the_gather(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    device.launch(lambda: None, seconds=0.05)
+    rows = table.gather([3])
+    table[3] = 9
+    assert read(device, rows) == constants([4])
+    rows = table.gather([4])
+    table.scatter([4], torch.full((1, DIM), 9.0))
+    assert read(device, rows) == constants([5])
+
+
+def test_c3_a_host_read_waits_for_this_table_alone() -> None:
+    device = zero()
+    table = table_of(device)
+    table.gather([1])
+    with device.use_stream(device.new_stream()):
+        device.launch(lambda: None, seconds=100.0)
+    table.scatter([3], made_late(device, 9.0))
+    assert table[3].tolist() == [9] * DIM
+    assert device.now < 1
+
+
+@BOTH
+def test_c3_ids_of_the_device_are_waited_for(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    assert read(device, table.gather(ids_made_late(device, 5))) == constants([6])
+    table.scatter(ids_made_late(device, 1, 2, 1), made_late(device, 9.0, rows=3))
+    assert table[:4, 0].tolist() == [1, 9, 9, 4]
+
+
+@BOTH
+def test_c3_rows_are_written_back_after_the_step_that_makes_them(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    rows = made_late(device, 9.0)
+    table.write_back(index(table, 3), rows)
+    assert table[3].tolist() == [9] * DIM
+
+
+@BOTH
+def test_c3_rows_ahead_are_gathered_after_their_ids_are_made(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    wanted = read_index(ids_made_late(device, 5), ROWS, device)
+    ahead = table.gather_ahead(wanted if table.ids_on_device else index(table, 5))
+    assert read(device, ahead.take()) == constants([6])
+
+
+@BOTH
+def test_c3_rows_ahead_are_waited_for_when_taken(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    aheads = [table.gather_ahead(index(table, row)) for row in range(4)]
+    for number, ahead in enumerate(aheads):
+        with device.use_stream(device.new_stream()):
+            assert read(device, ahead.take()) == constants([number + 1])
+
+
+def index(table: HostTable, *rows: int) -> Index:
+    return table.place(read_index(rows, ROWS, table.where))
+
+
+# Contract 4
+
+
+@BOTH
+def test_c4_rows_that_are_written_back_are_kept_until_they_are_read(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    with device.on_copy_stream():
+        device.launch(lambda: None, seconds=0.5)
+    table.write_back(index(table, 3), made_late(device, 9.0, seconds=0.0))
+    litter(device)
+    assert table[3].tolist() == [9] * DIM
+
+
+def test_c4_ids_are_kept_until_the_copy_stream_has_read_them() -> None:
+    device = zero()
+    table = table_of(device)
+    with device.on_copy_stream():
+        device.launch(lambda: None, seconds=0.5)
+    table.write_back(index(table, 3), made_late(device, 9.0, seconds=0.0))
+    table.gather_ahead(index(table, 4))
+    litter(device)
+    assert table[3].tolist() == [9] * DIM  # an id out of range would be told here, too
+
+
+@BOTH
+def test_c4_rows_ahead_are_kept_for_the_stream_that_takes_them(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    readings = Readings(device, 4)
+    for row in range(4):
+        rows = table.gather_ahead(index(table, row)).take()
+        device.launch(lambda: None, seconds=0.05)
+        readings.queue(row, rows)
+        del rows
+        with device.on_copy_stream():
+            litter(device)
+    assert readings.values() == constants([1, 2, 3, 4])
+
+
+# Contract 6
+
+
+@BOTH
+def test_c6_many_gathers_behind_a_slow_link(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    rows = [table.gather([number % ROWS]) for number in range(20)]
+    assert read(device, *rows) == constants([number % ROWS + 1 for number in range(20)])
+
+
+def test_c6_a_pageable_buffer_is_copied_before_it_goes() -> None:
+    device = staged()
+    with pytest.warns(RuntimeWarning, match="page-locked"):
+        table = table_of(device, max_pinned_bytes=0)
+    rows = [table.gather([number]) for number in range(6)]
+    table.scatter([7], made_late(device, 9.0))
+    assert read(device, *rows) == constants(range(1, 7))
+    assert table[7].tolist() == [9] * DIM
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_c6_a_table_goes_after_the_copies_out_of_it(make: Any, how: str) -> None:
+    device = make()
+    table = table_of(device)
+    device.launch(lambda: None, seconds=0.05)
+    rows = table.gather([3])
+    if how == "close":
+        table.close()
+    del table
+    gc.collect()
+    assert read(device, rows) == constants([4])
+    assert device.pinned_bytes == 0
+
+
+@BOTH
+def test_c6_a_mapped_or_pinned_table_that_goes_has_its_last_rows(make: Any, tmp_path: Any) -> None:
+    device = make()
+    table = table_of(device, path=tmp_path / "rows.npy")
+    table.write_back(index(table, 3), made_late(device, 9.0))
+    del table
+    again = HostTable(ROWS, DIM, device="cpu", path=tmp_path / "rows.npy")
+    assert again[2:5, 0].tolist() == [3, 9, 5]
+
+
+# Training
+
+
+@BOTH
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_a_loop_with_rows_ahead_is_the_loop_without(make: Any, depth: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randint(0, ROWS, (4,), generator=generator) for _ in range(12)]
+    weights = [torch.randn(4, DIM, generator=generator) for _ in batches]
+
+    def run(device: Any, depth: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        embedding = HostEmbedding(ROWS, DIM, device=device, init=table_of("cpu").host_tensor())
+        optimizer = RowOptimizer(optim.Adagrad, embedding, lr=0.1)
+        loop = embedding.lookahead(batches, lambda ids: ids, depth=depth) if depth else iter(batches)
+        for ids, weight in zip(loop, weights, strict=True):
+            (embedding(ids) * weight).pow(2).sum().backward()
+            optimizer.step()
+            if hasattr(device, "launch"):
+                litter(device)
+        return embedding.table.host_tensor(), {k: t.host_tensor() for k, t in optimizer.tables.items()}
+
+    rows, state = run(make(), depth)
+    expected, expected_state = run("cpu", 0)
+    assert torch.equal(rows, expected)
+    assert all(torch.equal(state[name], expected_state[name]) for name in itertools.chain(state, expected_state))
