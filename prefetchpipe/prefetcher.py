@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from prefetchpipe import ranges
 from prefetchpipe.device import resolve
 from prefetchpipe.device.base import Device
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
@@ -19,6 +20,7 @@ from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.producer import Producer, exiting
+from prefetchpipe.pipeline.ranged import RangedProducer
 from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.ticket import Ticket
@@ -53,6 +55,8 @@ class _Pass(Iterator[Any]):
         self._producer: Producer | None = producer
         self._static = static
         self._is_closed = False
+        self._number = 0
+        self._left = 0.0
         self._finalizer = weakref.finalize(self, producer.detach)
         self._finalizer.atexit = False
 
@@ -62,7 +66,11 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         if self._is_closed:
             raise IteratorClosedError("this iterator was closed; iter(prefetcher) starts a new pass")
+        counters = self._shared.counters
+        entered = counters.clock()
         stream = self._device.current_stream()
+        if counters.recorder is not None:
+            counters.recorder.loop_ends(entered, stream)
         done = producer.mark_done(stream)  # contract 4: everything about the batch before this one is behind it
         producer.transfer.consumer_stream = stream
         ticket = producer.take(stream)
@@ -77,8 +85,11 @@ class _Pass(Iterator[Any]):
             producer.stop(why="an error ended it")
             raise
         self._note_state(producer, ticket)
-        self._shared.counters.batches += 1
         producer.allow(done, ticket)
+        self._left = counters.took(self._number, entered, self._left)
+        if counters.recorder is not None:
+            counters.recorder.loop_begins(self._left, stream, self._number)
+        self._number += 1
         return batch
 
     def _note_state(self, producer: Producer, ticket: Ticket) -> None:
@@ -184,13 +195,14 @@ class GPUPrefetcher:
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
         if same and same[-1].attach():
             return _Pass(self, same[-1], self._static)  # one iterator: all passes over it share what it gives
-        producer = Producer(shared, source)
+        producer = (RangedProducer if ranges.are_on() else Producer)(shared, source)
         if same and not rewound:
             producer.follow(same[-1])
         else:
             producer.adopt(shared.take_carried(source))
         torchloader.claim(shared.loader, producer)
         shared.newest = weakref.ref(producer)
+        shared.counters.passes += 1
         shared.state = None
         self._passes.add(producer)
         _live.add(producer)
@@ -263,24 +275,7 @@ class GPUPrefetcher:
 
     def stats(self) -> Stats:
         """What has been done so far, as a frozen snapshot; callable from any thread."""
-        shared = self._shared
-        counters = shared.counters
-        return Stats(
-            device=repr(shared.device),
-            batches=counters.batches,
-            copied_bytes=counters.copied_bytes,
-            staged_bytes=counters.staged_bytes,
-            direct_bytes=counters.direct_bytes,
-            pageable_bytes=counters.pageable_bytes,
-            pinned_bytes=shared.memory.held_bytes,
-            pinned_allocations=shared.memory.allocations,
-            fetch_seconds=counters.fetch_seconds,
-            send_seconds=counters.send_seconds,
-            stall_seconds=counters.stall_seconds,
-            depth=counters.depth,
-            path=counters.path,
-            path_reason=counters.path_reason,
-        )
+        return self._shared.snapshot(sum(producer.bytes_ahead for producer in list(self._passes)))
 
     def __repr__(self) -> str:
         shared = self._shared

@@ -7,9 +7,8 @@ import os
 import threading
 import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,11 +58,13 @@ class Producer:
 
     def __init__(self, shared: Shared, source: Any) -> None:
         self.source = source
+        self._next: Callable[[Any], Any] = next
         self._shared = shared
         self._options = shared.options
         self._device = shared.device
         self._copy_stream = shared.device.copy_stream
         self.transfer: Transfer = shared.lease_transfer()
+        self._counters = shared.counters
         self._modes = ThreadState()
         self._reusable = not torchloader.gives_up_memory(shared.loader)
         self._number = next(_numbers)
@@ -79,6 +80,8 @@ class Producer:
         self._done_events: list[Event] = []
         self._sent = 0
         self._taken = 0
+        self._sent_bytes = 0
+        self._taken_bytes = 0
         self._consumers_waiting = 0
         self._inside = threading.Lock()  # see above; the holder's thread is in _insider
         self._insider = 0
@@ -94,7 +97,7 @@ class Producer:
         self.why_closed = ""
         self._pace: Pace | None = None
         if self._options.fetch == "auto":
-            self._pace = Pace(self._device, has_workers=torchloader.has_workers(source))
+            self._pace = Pace(self._device, has_workers=torchloader.has_workers(source), clock=self._counters.clock)
         else:
             shared.note_path(self._options.fetch, f"fetch={self._options.fetch!r} was asked for")
         self._fetch_seconds = self._send_seconds = 0.0
@@ -123,6 +126,7 @@ class Producer:
     def allow(self, done: Event, ticket: Ticket) -> None:
         """``ticket`` was taken: one more batch may be sent, once ``done`` has passed."""
         self._taken += 1
+        self._taken_bytes += ticket.nbytes
         self._drawn_taken = ticket.drawn
         self._credits.put(done)
 
@@ -158,12 +162,14 @@ class Producer:
             if self._ended and not self._stopping:
                 return end_ticket()  # another consumer's thread has taken the end
             raise self._closed()  # a forked child, say, which has no thread
-        started = perf_counter()
+        started = self._counters.clock()
+        ready = 0.0
         with self._shared.lock:
             self._consumers_waiting += 1
         self._credits.put(_WAITING)
         try:
-            return self._ready.get()
+            ticket = self._ready.get()
+            ready = ticket.sent_at
         except Exception:
             # Raised by a signal handler inside the wait. Torch's, for a dead worker, ends the pass.
             if torchloader.has_dead_worker(self.source):
@@ -172,7 +178,17 @@ class Producer:
         finally:
             with self._shared.lock:
                 self._consumers_waiting -= 1
-            self._shared.counters.stall_seconds += perf_counter() - started
+            self._note_stall(started, ready)
+        return ticket
+
+    def _note_stall(self, started: float, ready: float) -> None:
+        now = self._counters.clock()
+        times = self._counters.taking(self._taken)
+        times.stall_seconds += now - started
+        if ready > started:
+            times.handover_seconds += now - ready
+        if self._counters.recorder is not None:
+            self._counters.recorder.add("wait", "wait for the producer", started, now, self._taken)
 
     def _take_here(self, stream: Stream) -> Ticket | None:
         """The short path: no hand-off between threads. None if a thread has taken over."""
@@ -231,8 +247,16 @@ class Producer:
         """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth`` back."""
         if done is not None:
             if not self._device.query(done):
+                started = self._counters.clock()
                 self._device.synchronize(done)
+                self._note_device_wait(started)
             self._done_events.append(done)
+
+    def _note_device_wait(self, started: float) -> None:
+        now = self._counters.clock()
+        self._counters.sending(self._sent).device_wait_seconds += now - started
+        if self._counters.recorder is not None:
+            self._counters.recorder.add("packing", "wait for the device", started, now, self._sent)
 
     def _closed(self) -> BaseException:
         if exiting.is_set() and threading.current_thread() is not threading.main_thread():
@@ -292,10 +316,10 @@ class Producer:
     def _produce(self, stream: Stream) -> Ticket:
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""
         try:
-            started = perf_counter()
+            started = self._counters.clock()
             with self._modes.user_code():
                 try:
-                    batch = next(self.source)
+                    batch = self._next(self.source)
                 except StopIteration:
                     ticket = end_ticket()
                     self._drawn_sent = self._shared.capture_draws()
@@ -303,23 +327,40 @@ class Producer:
                     return ticket
                 state = self._shared.capture_state(self)
                 drawn = self._drawn_sent = self._shared.capture_draws()
-            fetched = perf_counter()
+            fetched = self._counters.clock()
             ticket = self._send(batch, stream)
-            counters = self._shared.counters
-            self._fetch_seconds, self._send_seconds = fetched - started, perf_counter() - fetched
-            counters.fetch_seconds += self._fetch_seconds
-            counters.send_seconds += self._send_seconds
+            self._note_sent(ticket, started, fetched)
             ticket.state = state
             ticket.drawn = drawn
             ticket.from_source = True
-            self._sent += 1
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
             ticket = failed_ticket(torchloader.error_of(self.source, error))
             ticket.from_source = True
         return ticket
 
+    def _note_sent(self, ticket: Ticket, started: float, fetched: float) -> None:
+        sent = ticket.sent_at = self._counters.clock()
+        self._fetch_seconds, self._send_seconds = fetched - started, sent - fetched
+        counters, times = self._counters, self.transfer.times
+        times.sent_batches += 1
+        times.fetch_seconds += self._fetch_seconds
+        times.send_seconds += self._send_seconds
+        if counters.recorder is not None:
+            counters.recorder.add("loader", "next(loader)", started, fetched, self._sent)
+            counters.recorder.add("packing", "pack and launch", fetched, sent, self._sent)
+        self._sent += 1
+        self._sent_bytes += ticket.nbytes
+        counters.sent(self._sent - self._taken, ticket.nbytes, self._sent_bytes - self._taken_bytes)
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Bytes on the device that belong to batches not taken yet."""
+        return 0 if self._released else self._sent_bytes - self._taken_bytes
+
     def _send(self, batch: Any, stream: Stream) -> Ticket:
         transfer, modes, reusable = self.transfer, self._modes, self._reusable
+        transfer.times = self._counters.sending(self._sent)
+        transfer.number = self._sent
         tries = 0
         while True:
             try:
@@ -501,6 +542,7 @@ class Producer:
         for ticket in tickets:
             self._ready.put(ticket)
             self._sent += 1
+            self._sent_bytes += ticket.nbytes
             self._ended = self._ended or ticket.final
             if not self._credits.empty():
                 self._credits.get()
