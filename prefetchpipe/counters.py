@@ -96,6 +96,7 @@ class Counters:
         "peak_device_bytes",
         "recorder",
         "staged_bytes",
+        "start_seconds",
         "steady",
         "timed_bytes",
         "timed_copies",
@@ -110,6 +111,7 @@ class Counters:
         self.recorder: Recorder | None = None
         """Set while a trace is recorded."""
         self.passes = 0
+        self.start_seconds = 0.0
         self.batches = 0
         self.copied_bytes = 0
         self.staged_bytes = 0

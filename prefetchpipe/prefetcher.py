@@ -191,7 +191,9 @@ class GPUPrefetcher:
             if producer.has_dead_worker():
                 producer.stop(why="a worker process of its loader died")
         torchloader.prepare(shared.loader)
+        started = shared.counters.clock()
         source, rewound = self._start_source(older)
+        shared.counters.start_seconds += shared.counters.clock() - started
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
         if same and same[-1].attach():
             return _Pass(self, same[-1], self._static)  # one iterator: all passes over it share what it gives

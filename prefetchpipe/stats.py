@@ -93,6 +93,8 @@ class Stats:
     """Bytes on the device that belong to batches not taken yet, now."""
     peak_device_bytes: int = 0
     """Most of these at one time."""
+    start_seconds: float = 0.0
+    """Time spent in ``iter(loader)``, which starts worker processes."""
     fetch_seconds: float
     """Time spent in ``next(loader)``."""
     send_seconds: float

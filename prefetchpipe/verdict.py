@@ -109,14 +109,14 @@ def _average(stats: Stats) -> _Batch:
 
 def _start(stats: Stats) -> Verdict | None:
     """Passes so short that beginning them takes longer than all the rest."""
-    warm_up = stats.next_seconds - stats.steady.next_seconds
-    whole = stats.next_seconds + stats.loop_seconds
+    warm_up = stats.start_seconds + stats.next_seconds - stats.steady.next_seconds
+    whole = stats.start_seconds + stats.next_seconds + stats.loop_seconds
     workers = 0 if stats.persistent_workers else stats.num_workers or 0
     if stats.passes < _FEWEST_PASSES or not workers or warm_up < _START_SHARE * whole:
         return None
     return Verdict(
         "start",
-        f"Start-bound: the first batches of {stats.passes} passes took {time(warm_up)} of {time(whole)} in all, since "
+        f"Start-bound: beginning {stats.passes} passes took {time(warm_up)} of {time(whole)} in all, since "
         f"{_count(workers, 'worker')} are started anew for each; persistent_workers=True starts them once.",
     )
 
@@ -148,7 +148,8 @@ def _short_of_memory(stats: Stats, batch: _Batch) -> Verdict | None:
 
 
 def _overhead(stats: Stats, batch: _Batch) -> Verdict | None:
-    if batch.handover > max(_HANDOVER_SECONDS, _HANDOVER_SHARE * batch.waiting):
+    other = max(batch.packing, batch.transform, batch.slot_wait, batch.device_wait)
+    if batch.fetch > other and batch.handover > max(_HANDOVER_SECONDS, _HANDOVER_SHARE * batch.waiting):
         return Verdict(
             "gil",
             f"GIL-bound: a finished batch lies ready for {time(batch.handover)} of each {time(batch.step)} step before "

@@ -185,7 +185,7 @@ class Producer:
         now = self._counters.clock()
         times = self._counters.taking(self._taken)
         times.stall_seconds += now - started
-        if ready > started:
+        if ready >= started:
             times.handover_seconds += now - ready
         if self._counters.recorder is not None:
             self._counters.recorder.add("wait", "wait for the producer", started, now, self._taken)

@@ -181,6 +181,7 @@ class Shared:
             pinned_limit_bytes=options.max_pinned_bytes,
             device_bytes=device_bytes + sum(ticket.nbytes for ticket in carried),
             peak_device_bytes=counters.peak_device_bytes,
+            start_seconds=counters.start_seconds,
             fetch_seconds=times.fetch_seconds + warm.fetch_seconds,
             send_seconds=times.send_seconds + warm.send_seconds,
             transform_seconds=times.transform_seconds + warm.transform_seconds,

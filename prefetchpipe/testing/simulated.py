@@ -358,8 +358,11 @@ class SimulatedDevice:
         return _Event()
 
     def elapsed_seconds(self, start: _Event, end: _Event) -> float:
-        """Simulated seconds."""
-        return end.stamp - start.stamp
+        """Simulated seconds; an event that has not passed is an error, as on hardware."""
+        with self._lock:
+            if max(start.at, end.at) > self.now:
+                raise RuntimeError("simulated: an event that has not passed has no time yet")
+            return end.stamp - start.stamp
 
     def annotate(self, name: str) -> AbstractContextManager[None]:
         """No profiler of its own."""
