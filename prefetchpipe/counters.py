@@ -17,6 +17,9 @@ _WARM_BATCHES = 3
 workers and threads. What they cost says nothing about a long run."""
 
 
+_GIL_SECONDS = 1e-3
+
+
 @dataclass(frozen=True, slots=True)
 class Steady:
     """Batches and seconds behind the warm-up (the first batch of each pass, and the first three of all)."""
@@ -88,6 +91,9 @@ class Counters:
         "depth",
         "depth_reached",
         "direct_bytes",
+        "gil_probes",
+        "gil_wait_seconds",
+        "gil_waits",
         "largest_batch_bytes",
         "pageable_bytes",
         "passes",
@@ -123,6 +129,9 @@ class Counters:
         self.depth_reached = 0
         self.warm_up = Times()
         self.steady = Times()
+        self.gil_probes = 0
+        self.gil_waits = 0
+        self.gil_wait_seconds = 0.0
         self.timed_copies = 0
         self.timed_bytes = 0
         self.timed_seconds = 0.0
@@ -159,6 +168,13 @@ class Counters:
             times.loop_seconds += entered - left
         self.batches += 1
         return now
+
+    def probed(self, seconds: float) -> None:
+        """It took ``seconds`` to get the GIL back, which it does in 0.1 ms or so where nobody keeps it."""
+        self.gil_probes += 1
+        self.gil_wait_seconds += seconds
+        if seconds > _GIL_SECONDS:
+            self.gil_waits += 1
 
     def sent(self, ahead: int, nbytes: int, ahead_bytes: int) -> None:
         """A batch of ``nbytes`` is on its way; with it, ``ahead`` of them (``ahead_bytes``) are not taken yet."""

@@ -113,6 +113,12 @@ class Stats:
     """Time the consumer spent in ``next(prefetcher)``, for whatever reason."""
     loop_seconds: float = 0.0
     """Time the consumer spent in its own code, between two calls of ``next(prefetcher)``."""
+    gil_probes: int = 0
+    """Measurements of how soon the consumer's thread gets the GIL back, while a slow loader runs beside it."""
+    gil_waits: int = 0
+    """Those of them that took more than a millisecond."""
+    gil_wait_seconds: float = 0.0
+    """Sum of what that took."""
     timed_copies: int = 0
     """Copies measured on the device; a sample of all."""
     timed_bytes: int = 0

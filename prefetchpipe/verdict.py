@@ -32,7 +32,8 @@ _FEWEST_PASSES = 2
 _START_SHARE = 0.5
 _PAGEABLE_SHARE = 0.05
 _HANDOVER_SHARE = 0.2
-_HANDOVER_SECONDS = 0.5e-3
+_FEWEST_PROBES = 3
+_GIL_SECONDS = 1e-3
 """A thread that is woken runs within some 50 us, unless another one has the GIL: for up to 5 ms at a time, which is
 ``sys.getswitchinterval()``."""
 
@@ -78,6 +79,9 @@ def judge(stats: Stats) -> Verdict:
     started = _start(stats)
     if started is not None:
         return started
+    hogged = _gil(stats, batch)
+    if hogged is not None:
+        return hogged
     waiting = batch.waiting / batch.step if batch.step else 0.0
     if waiting < _HIDDEN_SHARE:
         return Verdict(
@@ -147,14 +151,25 @@ def _short_of_memory(stats: Stats, batch: _Batch) -> Verdict | None:
     return None
 
 
-def _overhead(stats: Stats, batch: _Batch) -> Verdict | None:
+def _gil(stats: Stats, batch: _Batch) -> Verdict | None:
+    """The loader's Python, in this process, keeps the loop's thread from running: in ``next`` or in its own calls."""
     other = max(batch.packing, batch.transform, batch.slot_wait, batch.device_wait)
-    if batch.fetch > other and batch.handover > max(_HANDOVER_SECONDS, _HANDOVER_SHARE * batch.waiting):
-        return Verdict(
-            "gil",
-            f"GIL-bound: a finished batch lies ready for {time(batch.handover)} of each {time(batch.step)} step before "
-            f"the loop's thread gets to run, because the loader's own Python holds the GIL; {_elsewhere(stats)}.",
+    if batch.fetch > other and batch.handover > max(_GIL_SECONDS, _HANDOVER_SHARE * batch.waiting):
+        what = (
+            f"a finished batch lies ready for {time(batch.handover)} of each {time(batch.step)} step before the loop's "
+            "thread gets to run, because the loader's own Python holds the GIL"
         )
+    elif batch.fetch > other and stats.gil_probes >= _FEWEST_PROBES and 2 * stats.gil_waits >= stats.gil_probes:
+        what = (
+            f"the loop works for {time(batch.step - batch.waiting)} a batch, but whenever it lets go of the GIL the "
+            f"loader's Python keeps it for {time(stats.gil_wait_seconds / stats.gil_probes)}"
+        )
+    else:
+        return None
+    return Verdict("gil", f"GIL-bound: {what}; {_elsewhere(stats)}.")
+
+
+def _overhead(stats: Stats, batch: _Batch) -> Verdict | None:
     costs = batch.fetch + batch.device_wait + batch.slot_wait + batch.transform
     if batch.nbytes <= _TINY_BYTES and batch.waiting < _TINY_SECONDS and costs < batch.waiting / 2:
         return Verdict(

@@ -9,6 +9,7 @@ import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,11 @@ __all__ = ["LEAVE_SECONDS", "Producer", "exiting"]
 
 LEAVE_SECONDS = 0.5
 """How long leaving a pass waits for a loader that is in the middle of a batch; its thread ends by itself later."""
+
+_HEAVY_FETCH_SECONDS = 2e-3
+_PROBE_BATCHES = 8
+_PROBE_SECONDS = 50e-6
+"""The GIL is probed for loaders so slow that the probe is none of their cost: 0.1 ms in 16 ms or more."""
 
 _numbers = itertools.count(1)
 
@@ -144,6 +150,12 @@ class Producer:
         if self._predecessor is not None:
             self._follow()
         if not self._ready.empty():
+            if (
+                self._fetch_seconds > _HEAVY_FETCH_SECONDS
+                and self._threaded
+                and self._counters.batches % _PROBE_BATCHES == 1
+            ):
+                self._probe_gil()
             return self._ready.get()
         if not self._threaded:
             with self._device.beside_captures():
@@ -180,6 +192,17 @@ class Producer:
                 self._consumers_waiting -= 1
             self._note_stall(started, ready)
         return ticket
+
+    def _probe_gil(self) -> None:
+        """How long the loop's thread waits for the GIL when it has given it up, while the loader runs beside it.
+
+        A loop that never waits for a batch may still wait for the loader's Python, inside its own calls of torch.
+        """
+        if torchloader.has_workers(self.source):
+            return
+        started = self._counters.clock()
+        sleep(_PROBE_SECONDS)
+        self._counters.probed(self._counters.clock() - started)
 
     def _note_stall(self, started: float, ready: float) -> None:
         now = self._counters.clock()

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from prefetchpipe import GPUPrefetcher, PrefetchWarning
-from prefetchpipe.pipeline import shared, staging, transfer
+from prefetchpipe.pipeline import producer, shared, staging, transfer
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.stats import measure_limits
 from prefetchpipe.testing import SimulatedDevice
@@ -193,6 +193,34 @@ def test_a_loader_whose_python_keeps_the_loop_from_running() -> None:
     assert stats.bottleneck == "gil"
     assert "lies ready for 5 ms of each 5 ms step" in stats.verdict
     assert "holds the GIL" in stats.verdict
+
+
+@pytest.mark.parametrize("seconds", [5 * MS, 0.1 * MS])
+def test_a_loop_that_does_not_get_the_gil_back(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """It never waits for a batch: what it waits for is inside its own calls."""
+    clock = Clock()
+    monkeypatch.setattr(producer, "sleep", lambda _: clock.advance(seconds))
+    asked = [threading.Event() for _ in range(60 + 2)]
+
+    def loader() -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(batches(60)):
+            clock.advance(10 * MS)
+            asked[number].set()
+            yield batch
+        for event in asked:
+            event.set()
+
+    numbers = iter(range(60))
+    prefetcher = timed(loader(), clock, fetch="thread")
+    stats = run(prefetcher, lambda batch: asked[next(numbers) + 2].wait(TIMEOUT))
+    assert stats.gil_probes == 8
+    if seconds > MS:
+        assert stats.bottleneck == "gil"
+        assert (
+            "whenever it lets go of the GIL the loader's Python keeps it for 5 ms; a torch DataLoader" in stats.verdict
+        )
+    else:
+        assert stats.bottleneck == "none"
 
 
 @pytest.mark.slow
