@@ -17,9 +17,6 @@ _WARM_BATCHES = 3
 workers and threads. What they cost says nothing about a long run."""
 
 
-_GIL_SECONDS = 1e-3
-
-
 @dataclass(frozen=True, slots=True)
 class Steady:
     """Batches and seconds behind the warm-up (the first batch of each pass, and the first three of all)."""
@@ -170,11 +167,10 @@ class Counters:
         return now
 
     def probed(self, seconds: float) -> None:
-        """It took ``seconds`` to get the GIL back, which it does in 0.1 ms or so where nobody keeps it."""
+        """The consumer's thread waited for ``seconds`` for the GIL; 0: nobody kept it."""
         self.gil_probes += 1
         self.gil_wait_seconds += seconds
-        if seconds > _GIL_SECONDS:
-            self.gil_waits += 1
+        self.gil_waits += seconds > 0
 
     def sent(self, ahead: int, nbytes: int, ahead_bytes: int) -> None:
         """A batch of ``nbytes`` is on its way; with it, ``ahead`` of them (``ahead_bytes``) are not taken yet."""

@@ -114,11 +114,11 @@ class Stats:
     loop_seconds: float = 0.0
     """Time the consumer spent in its own code, between two calls of ``next(prefetcher)``."""
     gil_probes: int = 0
-    """Measurements of how soon the consumer's thread gets the GIL back, while a slow loader runs beside it."""
+    """Times it was looked whether the consumer's thread has to wait for the GIL, while a slow loader runs beside it."""
     gil_waits: int = 0
-    """Those of them that took more than a millisecond."""
+    """Times that it had to, for more than a millisecond."""
     gil_wait_seconds: float = 0.0
-    """Sum of what that took."""
+    """Sum of these waits."""
     timed_copies: int = 0
     """Copies measured on the device; a sample of all."""
     timed_bytes: int = 0

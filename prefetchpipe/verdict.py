@@ -159,10 +159,10 @@ def _gil(stats: Stats, batch: _Batch) -> Verdict | None:
             f"a finished batch lies ready for {time(batch.handover)} of each {time(batch.step)} step before the loop's "
             "thread gets to run, because the loader's own Python holds the GIL"
         )
-    elif batch.fetch > other and stats.gil_probes >= _FEWEST_PROBES and 2 * stats.gil_waits >= stats.gil_probes:
+    elif batch.fetch > other and stats.gil_probes >= _FEWEST_PROBES and 4 * stats.gil_waits > stats.gil_probes:
         what = (
             f"the loop works for {time(batch.step - batch.waiting)} a batch, but whenever it lets go of the GIL the "
-            f"loader's Python keeps it for {time(stats.gil_wait_seconds / stats.gil_probes)}"
+            f"loader's Python keeps it for {time(stats.gil_wait_seconds / stats.gil_waits)}"
         )
     else:
         return None

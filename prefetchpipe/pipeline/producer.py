@@ -9,7 +9,6 @@ import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from prefetchpipe.device.base import Event, Stream
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import usable_cores
-from prefetchpipe.pipeline import torchloader
+from prefetchpipe.pipeline import gil, torchloader
 from prefetchpipe.pipeline.pace import Pace
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
@@ -34,8 +33,8 @@ LEAVE_SECONDS = 0.5
 
 _HEAVY_FETCH_SECONDS = 2e-3
 _PROBE_BATCHES = 8
-_PROBE_SECONDS = 50e-6
-"""The GIL is probed for loaders so slow that the probe is none of their cost: 0.1 ms in 16 ms or more."""
+_OFTEN_PROBED_BATCHES = 32
+"""Beside a loader so slow, so often, it is looked whether it keeps the GIL: 0.1 ms in 16 ms or more."""
 
 _numbers = itertools.count(1)
 
@@ -150,11 +149,7 @@ class Producer:
         if self._predecessor is not None:
             self._follow()
         if not self._ready.empty():
-            if (
-                self._fetch_seconds > _HEAVY_FETCH_SECONDS
-                and self._threaded
-                and self._counters.batches % _PROBE_BATCHES == 1
-            ):
+            if self._fetch_seconds > _HEAVY_FETCH_SECONDS and self._threaded:
                 self._probe_gil()
             return self._ready.get()
         if not self._threaded:
@@ -194,15 +189,12 @@ class Producer:
         return ticket
 
     def _probe_gil(self) -> None:
-        """How long the loop's thread waits for the GIL when it has given it up, while the loader runs beside it.
-
-        A loop that never waits for a batch may still wait for the loader's Python, inside its own calls of torch.
-        """
-        if torchloader.has_workers(self.source):
+        """A loop that never waits for a batch may still wait for the loader's Python, inside its own calls of torch."""
+        batches = self._counters.batches
+        if batches > _OFTEN_PROBED_BATCHES and batches % _PROBE_BATCHES:
             return
-        started = self._counters.clock()
-        sleep(_PROBE_SECONDS)
-        self._counters.probed(self._counters.clock() - started)
+        if gil.can_probe and not torchloader.has_workers(self.source):
+            self._counters.probed(gil.probe(self._counters.clock))
 
     def _note_stall(self, started: float, ready: float) -> None:
         now = self._counters.clock()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from prefetchpipe import GPUPrefetcher, PrefetchWarning
-from prefetchpipe.pipeline import producer, shared, staging, transfer
+from prefetchpipe.pipeline import gil, shared, staging, transfer
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.stats import measure_limits
 from prefetchpipe.testing import SimulatedDevice
@@ -195,11 +197,16 @@ def test_a_loader_whose_python_keeps_the_loop_from_running() -> None:
     assert "holds the GIL" in stats.verdict
 
 
-@pytest.mark.parametrize("seconds", [5 * MS, 0.1 * MS])
-def test_a_loop_that_does_not_get_the_gil_back(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+@pytest.mark.skipif(not gil.can_probe, reason="needs Linux")
+@pytest.mark.parametrize(
+    ("seconds", "is_kept"), [(5 * MS, True), (0.1 * MS, True), (5 * MS, False)], ids=["kept", "soon", "no core"]
+)
+def test_a_loop_that_does_not_get_the_gil_back(monkeypatch: pytest.MonkeyPatch, seconds: float, is_kept: bool) -> None:
     """It never waits for a batch: what it waits for is inside its own calls."""
     clock = Clock()
-    monkeypatch.setattr(producer, "sleep", lambda _: clock.advance(seconds))
+    switches = itertools.count(step=2 if is_kept else 1)
+    monkeypatch.setattr(gil, "sleep", lambda _: clock.advance(seconds))
+    monkeypatch.setattr(gil, "_voluntary_switches", lambda: next(switches))
     asked = [threading.Event() for _ in range(60 + 2)]
 
     def loader() -> Iterator[torch.Tensor]:
@@ -213,14 +220,14 @@ def test_a_loop_that_does_not_get_the_gil_back(monkeypatch: pytest.MonkeyPatch, 
     numbers = iter(range(60))
     prefetcher = timed(loader(), clock, fetch="thread")
     stats = run(prefetcher, lambda batch: asked[next(numbers) + 2].wait(TIMEOUT))
-    assert stats.gil_probes == 8
-    if seconds > MS:
+    assert stats.gil_probes == 35, "32, and every eighth from then on"
+    if is_kept and seconds > MS:
         assert stats.bottleneck == "gil"
         assert (
             "whenever it lets go of the GIL the loader's Python keeps it for 5 ms; a torch DataLoader" in stats.verdict
         )
     else:
-        assert stats.bottleneck == "none"
+        assert stats.bottleneck != "gil"
 
 
 @pytest.mark.slow
@@ -342,3 +349,21 @@ def test_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stats.bottleneck == "memory"
     assert f"it held {stats.depth} of the 4 batches asked for ahead (the largest has 10 kB)" in stats.verdict
     assert stats.depth < 4
+
+
+@pytest.mark.skipif(not gil.can_probe, reason="needs Linux")
+def test_a_thread_that_keeps_the_gil_is_told_from_one_that_does_not() -> None:
+    stop = threading.Event()
+
+    def keeps() -> None:
+        while not stop.is_set():
+            sum(range(10_000))
+
+    assert max(gil.probe(time.perf_counter) for _ in range(10)) == 0
+    thread = threading.Thread(target=keeps)
+    thread.start()
+    try:
+        assert any(gil.probe(time.perf_counter) for _ in range(1000))
+    finally:
+        stop.set()
+        thread.join()
