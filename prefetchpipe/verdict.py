@@ -242,6 +242,11 @@ def _packing(stats: Stats, batch: _Batch, waits: str) -> str:
         took += f" of {stats.limits.packing_gb_per_second:.3g} GB/s measured"
     if batch.nbytes <= _TINY_BYTES:
         change = "a larger batch_size, or fewer tensors in a batch, spreads what each of them costs"
+    elif stats.num_workers and stats.num_workers >= stats.usable_cores > 1:
+        change = (
+            f"{_count(stats.num_workers, 'worker')} and the packing threads want the same "
+            f"{_count(stats.usable_cores, 'core')}: num_workers={stats.usable_cores - 1} leaves one for packing"
+        )
     elif stats.copy_threads < stats.usable_cores:
         change = f"copy_threads={stats.usable_cores} (now {stats.copy_threads}) packs with all usable cores"
     elif stats.device == "cpu":

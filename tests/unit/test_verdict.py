@@ -266,6 +266,17 @@ def test_slow_packing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "copy_threads=8 (now 1)" in stats.verdict
 
 
+@pytest.mark.slow
+def test_workers_that_leave_no_core_for_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "usable_cores", lambda: 2)
+    clock = Clock()
+    slow_packing(monkeypatch, transfer, clock.advance, 10 * MS)
+    loader = DataLoader(batches(numbers=100_000), batch_size=None, num_workers=2)
+    stats = run(timed(loader, clock, fetch="caller"))
+    assert stats.bottleneck == "packing"
+    assert "2 workers and the packing threads want the same 2 cores: num_workers=1 leaves one" in stats.verdict
+
+
 def test_slow_packing_with_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice()
     slow_packing(monkeypatch, staging, device.pass_time, 10 * MS)
