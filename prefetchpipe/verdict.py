@@ -34,8 +34,8 @@ _PAGEABLE_SHARE = 0.05
 _HANDOVER_SHARE = 0.2
 _FEWEST_PROBES = 3
 _GIL_SECONDS = 1e-3
-"""A thread that is woken runs within some 50 us, unless another one has the GIL: for up to 5 ms at a time, which is
-``sys.getswitchinterval()``."""
+"""Who has the GIL may keep it for 5 ms at a time, which is ``sys.getswitchinterval()``; a thread that is woken while
+nobody has it runs at once."""
 
 _TINY_BYTES = 256 << 10
 _TINY_SECONDS = 0.5e-3

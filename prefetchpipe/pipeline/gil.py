@@ -16,7 +16,7 @@ can_probe = hasattr(resource, "RUSAGE_THREAD")
 
 
 def probe(clock: Callable[[], float]) -> float:
-    """Give up the GIL for 0.05 ms; costs 0.1 ms where nobody keeps it.
+    """Give up the GIL for 0.05 ms, and want it back.
 
     A thread that waits for the GIL sleeps once more, which the kernel counts as a voluntary context switch; one that
     waits for a core does not. So a machine with too much to do is not taken for a GIL that is kept.

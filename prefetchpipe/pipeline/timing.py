@@ -80,8 +80,8 @@ class Probe:
 class CopyTimer:
     """Measures every fourth copy at first, every sixteenth later; of one prefetcher, shared by its passes.
 
-    A copy that is not measured costs a counter; one that is, three microseconds of event calls and as much again when
-    it is read, at the next measurement or in ``stats()``.
+    A copy that is not measured costs a counter; one that is, two records of an event, and a query when it is read: at
+    the next measurement, or in ``stats()`` (docs/performance.md has what these calls take).
 
     Args:
         device: Where copies go.
