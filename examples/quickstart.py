@@ -56,7 +56,7 @@ def main() -> None:
     print(f"device          {device}")
     print(f"test accuracy   {int(correct) / len(test_set):.3f}")
     print(f"training speed  {EPOCHS * len(train_set) / seconds:,.0f} samples/s")
-    print(f"stats           {train.stats()}")
+    print(f"\n{train.stats()}")
 
 
 if __name__ == "__main__":

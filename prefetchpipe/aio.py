@@ -76,7 +76,8 @@ class AsyncPass(AsyncIterator[Any]):
         if self._is_over or producer is None or inner is None:
             raise StopAsyncIteration
         device = self._shared.device
-        producer.transfer.consumer_stream = device.current_stream()
+        stream = producer.transfer.consumer_stream = device.current_stream()
+        inner._enter(stream)  # noqa: SLF001 - as above
         if self._final is None:
             ticket = await self._take(producer)
             stream = device.current_stream()

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from prefetchpipe import ranges
 from prefetchpipe.device import resolve
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
@@ -20,6 +21,7 @@ from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.flagged import refuse_flagged
 from prefetchpipe.pipeline.producer import Producer, exiting
+from prefetchpipe.pipeline.ranged import RangedProducer
 from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.ticket import Ticket
@@ -61,6 +63,9 @@ class _Pass(Iterator[Any]):
         self._producer: Producer | None = producer
         self._static = static
         self._is_closed = False
+        self._number = 0
+        self._entered = 0.0
+        self._left = 0.0
         self._finalizer = weakref.finalize(self, leave or producer.detach)
         self._finalizer.atexit = False
 
@@ -71,6 +76,7 @@ class _Pass(Iterator[Any]):
         if self._is_closed:
             raise IteratorClosedError("this iterator was closed; iter(prefetcher) starts a new pass")
         stream = self._device.current_stream()
+        self._enter(stream)
         done = producer.mark_done(stream)  # contract 4: everything about the batch before this one is behind it
         producer.transfer.consumer_stream = stream
         ticket = producer.take(stream)
@@ -78,7 +84,15 @@ class _Pass(Iterator[Any]):
             self._end(producer, ticket)
         return self._hand_out(producer, ticket, stream, done)
 
+    def _enter(self, stream: Stream) -> None:
+        """The loop asks for a batch: for the statistics."""
+        counters = self._shared.counters
+        self._entered = counters.clock()
+        if counters.recorder is not None:
+            counters.recorder.loop_ends(self._entered, stream)
+
     def _hand_out(self, producer: Producer, ticket: Ticket, stream: Stream, done: Event) -> Any:
+        counters = self._shared.counters
         try:
             batch = producer.transfer.deliver(ticket, stream)
             if self._static is not None:
@@ -88,8 +102,11 @@ class _Pass(Iterator[Any]):
             producer.stop(why="an error ended it")
             raise
         self._note_state(producer, ticket)
-        self._shared.counters.batches += 1
         producer.allow(done, ticket)
+        self._left = counters.took(self._number, self._entered, self._left)
+        if counters.recorder is not None:
+            counters.recorder.loop_begins(self._left, stream, self._number)
+        self._number += 1
         return batch
 
     def _note_state(self, producer: Producer, ticket: Ticket) -> None:
@@ -211,17 +228,20 @@ class GPUPrefetcher:
             if producer.has_dead_worker():
                 producer.stop(why="a worker process of its loader died")
         torchloader.prepare(shared.loader)
+        started = shared.counters.clock()
         source, rewound = self._start_source(older) if source is None else (source, False)
+        shared.counters.start_seconds += shared.counters.clock() - started
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
         if same and same[-1].attach():
             return same[-1]  # one iterator: all passes over it share what it gives
-        producer = Producer(shared, source)
+        producer = (RangedProducer if ranges.are_on() else Producer)(shared, source)
         if same and not rewound:
             producer.follow(same[-1])
         else:
             producer.adopt(shared.take_carried(source))
         torchloader.claim(shared.loader, producer)
         shared.newest = weakref.ref(producer)
+        shared.counters.passes += 1
         shared.state = None
         self._passes.add(producer)
         _live.add(producer)
@@ -306,27 +326,7 @@ class GPUPrefetcher:
 
     def stats(self) -> Stats:
         """What has been done so far, as a frozen snapshot; callable from any thread."""
-        shared = self._shared
-        counters = shared.counters
-        return Stats(
-            device=repr(shared.device),
-            batches=counters.batches,
-            copied_bytes=counters.copied_bytes,
-            staged_bytes=counters.staged_bytes,
-            direct_bytes=counters.direct_bytes,
-            pageable_bytes=counters.pageable_bytes,
-            pinned_bytes=shared.memory.held_bytes,
-            pinned_allocations=shared.memory.allocations,
-            fetch_seconds=counters.fetch_seconds,
-            send_seconds=counters.send_seconds,
-            stall_seconds=counters.stall_seconds,
-            depth=counters.depth,
-            path=counters.path,
-            workers=counters.workers,
-            workers_reason=counters.workers_reason,
-            shared_bytes=counters.shared_bytes,
-            path_reason=counters.path_reason,
-        )
+        return self._shared.snapshot(sum(producer.bytes_ahead for producer in list(self._passes)))
 
     def __repr__(self) -> str:
         shared = self._shared

@@ -136,5 +136,14 @@ class Device(Protocol):
     def synchronize(self, event: Event) -> None:
         """Block the calling thread (without the GIL) until ``event`` has passed."""
 
+    def new_timing_event(self) -> Event:
+        """An event that :meth:`elapsed_seconds` can read; recorded, queried and waited for like any other."""
+
+    def elapsed_seconds(self, start: Event, end: Event) -> float:
+        """Seconds on the device between two timing events that have passed."""
+
+    def annotate(self, name: str) -> AbstractContextManager[None]:
+        """A named range for the device's own profiler (NVTX on CUDA) around a ``with`` block."""
+
     def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keep the memory of ``tensor``, once freed, until the work queued on ``stream`` by then has passed."""

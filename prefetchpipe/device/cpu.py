@@ -116,6 +116,17 @@ class CpuDevice:
     def synchronize(self, event: Event) -> None:
         """Everything has passed."""
 
+    def new_timing_event(self) -> Event:
+        """As :meth:`new_event`: nothing runs beside the host."""
+
+    def elapsed_seconds(self, start: Event, end: Event) -> float:
+        """Nothing runs beside the host."""
+        return 0.0
+
+    def annotate(self, name: str) -> AbstractContextManager[None]:
+        """No profiler of its own."""
+        return nullcontext()
+
     def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Memory goes back when its last reference goes."""
 

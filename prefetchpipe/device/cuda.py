@@ -289,6 +289,23 @@ class CudaDevice:
         """See the protocol."""
         event.synchronize()
 
+    def new_timing_event(self) -> Event:
+        """As :meth:`new_event`, with a time stamp."""
+        if self._cupy is None:
+            return torch.cuda.Event(enable_timing=True, blocking=True)
+        with torch.cuda.device(self.torch_device):
+            return self._cupy.cuda.Event(block=True, disable_timing=False)
+
+    def elapsed_seconds(self, start: Event, end: Event) -> float:
+        """See the protocol; both calls count in milliseconds."""
+        if self._runtime is None:
+            return float(start.elapsed_time(end)) / 1e3
+        return float(self._runtime.eventElapsedTime(start.ptr, end.ptr)) / 1e3
+
+    def annotate(self, name: str) -> AbstractContextManager[None]:
+        """An NVTX range, for Nsight Systems."""
+        return _NvtxRange(name)
+
     def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
         """torch's own ``record_stream``, so that its allocator keeps the block (contract 4)."""
         tensor.record_stream(stream.torch_stream)
@@ -316,6 +333,21 @@ class _OnStream:
         torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
         if self._device != self._index:
             torch.cuda._maybe_exchange_device(self._device)
+
+
+class _NvtxRange:
+    """``torch.cuda.nvtx.range``, which would take the name for a format string."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.nvtx.range_pop()
 
 
 class _RelaxedCapture:

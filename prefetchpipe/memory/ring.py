@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from time import perf_counter
 
 import torch
 
@@ -71,11 +73,25 @@ class SlotRing:
         memory: Where blocks come from.
         slots: Most slots to hold.
         poison: Overwrite a slot before it is written again, so that a late copy shows (``checked=True``).
+        clock: Seconds, for ``waited_seconds``.
+
+    Attributes:
+        waited_seconds: Time spent waiting for slots; whoever counts it sets it back to 0.
     """
 
-    __slots__ = ("_device", "_memory", "_poison", "_refused", "_slots")
+    __slots__ = ("_clock", "_device", "_memory", "_poison", "_refused", "_slots", "waited_seconds")
 
-    def __init__(self, device: Device, memory: PinnedMemory, slots: int, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        memory: PinnedMemory,
+        slots: int,
+        *,
+        poison: bool = False,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._clock = clock
+        self.waited_seconds = 0.0
         self._device = device
         self._memory = memory
         self._slots: deque[Slot] = deque(Slot(device.new_event()) for _ in range(slots))
@@ -110,7 +126,9 @@ class SlotRing:
     def _wait(self, slot: Slot) -> None:
         # Contract 6: the copy out of this slot may still be running.
         if not self._device.query(slot.event):
+            started = self._clock()
             self._device.synchronize(slot.event)
+            self.waited_seconds += self._clock() - started
         if self._poison and slot.block is not None:
             slot.tensor.fill_(POISON)
 

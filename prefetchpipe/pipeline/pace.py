@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -37,15 +38,24 @@ class Pace:
         has_workers: Batches come from worker processes, so the data set itself cannot draw here.
         packs_alone: The caller's thread packs with one thread (torchrun sets OMP_NUM_THREADS=1) where a thread of ours
             would pack with several.
+        clock: Seconds.
 
     Attributes:
         stays: The caller fetches for the whole pass.
         reason: Why things are as they are, for ``stats()``.
     """
 
-    def __init__(self, device: Device, *, has_workers: bool, packs_alone: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        has_workers: bool,
+        packs_alone: bool = False,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self._device = device
         self._packs_alone = packs_alone
+        self._clock = clock
         self._has_workers = has_workers
         self._batches = 0
         self._before: Any = None
@@ -67,7 +77,7 @@ class Pace:
 
     def begin(self) -> None:
         """Before the loader is asked for a batch."""
-        self._body_seconds = perf_counter() - self._returned
+        self._body_seconds = self._clock() - self._returned
         if self._is_watching:
             self._before = global_random_state(self._device)
 
@@ -81,7 +91,7 @@ class Pace:
             self._watch()
         self._batches += 1
         starts = self.may_start and self._thread_pays(fetch_seconds, send_seconds)
-        self._returned = perf_counter()
+        self._returned = self._clock()
         return starts
 
     def _watch(self) -> None:

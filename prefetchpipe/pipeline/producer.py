@@ -9,7 +9,6 @@ import warnings
 from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from prefetchpipe.device.base import Event, Stream
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import usable_cores
-from prefetchpipe.pipeline import torchloader
+from prefetchpipe.pipeline import gil, torchloader
 from prefetchpipe.pipeline.pace import Pace
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
@@ -34,6 +33,10 @@ LEAVE_SECONDS = 0.5
 """How long leaving a pass waits for a loader that is in the middle of a batch; its thread ends by itself later."""
 
 _SEVERAL_THREADS = 4
+_HEAVY_FETCH_SECONDS = 2e-3
+_PROBE_BATCHES = 8
+_OFTEN_PROBED_BATCHES = 32
+"""Beside a loader so slow, so often, it is looked whether it keeps the GIL: a sleep of 0.05 ms in 16 ms or more."""
 
 _numbers = itertools.count(1)
 
@@ -62,11 +65,13 @@ class Producer:
 
     def __init__(self, shared: Shared, source: Any) -> None:
         self.source = source
+        self._next: Callable[[Any], Any] = next
         self._shared = shared
         self._options = shared.options
         self._device = shared.device
         self._copy_stream = shared.device.copy_stream
         self.transfer: Transfer = shared.lease_transfer()
+        self._counters = shared.counters
         self._modes = ThreadState()
         self._reusable = not torchloader.gives_up_memory(shared.loader)
         self._number = next(_numbers)
@@ -82,6 +87,8 @@ class Producer:
         self._done_events: list[Event] = []
         self._sent = 0
         self._taken = 0
+        self._sent_bytes = 0
+        self._taken_bytes = 0
         self._consumers_waiting = 0
         self._inside = threading.Lock()  # see above; the holder's thread is in _insider
         self._insider = 0
@@ -96,24 +103,31 @@ class Producer:
         self._users = 0
         self._predecessor: Producer | None = None
         self.why_closed = ""
-        threads = self._options.copy_threads or usable_cores()
         self.on_leave: Callable[[], None] | None = None
         """Brings a thread back that waits inside a source of ours."""
         self._verifies = False
-        self._pace: Pace | None = None
-        if self._options.fetch == "auto":
-            packs_alone = torch.get_num_threads() == 1 and threads >= _SEVERAL_THREADS
-            self._pace = Pace(self._device, has_workers=torchloader.has_workers(source), packs_alone=packs_alone)
-        else:
-            shared.note_path(self._options.fetch, f"fetch={self._options.fetch!r} was asked for")
         self._fetch_seconds = self._send_seconds = 0.0
         self._on_caller_stream = False
+        threads = self._options.copy_threads or usable_cores()
         self.transfer.packers = Packers(threads // 2, f"prefetchpipe-packing-{self._number}")
+        self._pace = self._chosen_pace(threads)
         if self._device.staged:
             # Contract 3: work that the caller has queued may be writing what the loader or the transform will read.
             event = self._device.new_event()
             self._device.record(event, self._device.current_stream())
             self._device.wait(self._device.copy_stream, event)
+
+    def _chosen_pace(self, threads: int) -> Pace | None:
+        fetch = self._options.fetch
+        if fetch != "auto":
+            self._shared.note_path(fetch, f"fetch={fetch!r} was asked for")
+            return None
+        return Pace(
+            self._device,
+            has_workers=torchloader.has_workers(self.source),
+            packs_alone=torch.get_num_threads() == 1 and threads >= _SEVERAL_THREADS,
+            clock=self._counters.clock,
+        )
 
     # The consumer's side
 
@@ -131,6 +145,7 @@ class Producer:
     def allow(self, done: Event, ticket: Ticket) -> None:
         """``ticket`` was taken: one more batch may be sent, once ``done`` has passed."""
         self._taken += 1
+        self._taken_bytes += ticket.nbytes
         self._drawn_taken = ticket.drawn
         self._credits.put(done)
 
@@ -148,6 +163,8 @@ class Producer:
         if self._predecessor is not None:
             self._follow()
         if not self._ready.empty():
+            if self._fetch_seconds > _HEAVY_FETCH_SECONDS and self._threaded:
+                self._probe_gil()
             return self._ready.get()
         if not self._threaded:
             with self._device.beside_captures():
@@ -166,12 +183,14 @@ class Producer:
             if self._ended and not self._stopping:
                 return end_ticket()  # another consumer's thread has taken the end
             raise self._closed()  # a forked child, say, which has no thread
-        started = perf_counter()
+        started = self._counters.clock()
+        ready = 0.0
         with self._shared.lock:
             self._consumers_waiting += 1
         self._credits.put(_WAITING)
         try:
-            return self._ready.get()
+            ticket = self._ready.get()
+            ready = ticket.sent_at
         except Exception:
             # Raised by a signal handler inside the wait. Torch's, for a dead worker, ends the pass.
             if torchloader.has_dead_worker(self.source):
@@ -180,7 +199,25 @@ class Producer:
         finally:
             with self._shared.lock:
                 self._consumers_waiting -= 1
-            self._shared.counters.stall_seconds += perf_counter() - started
+            self._note_stall(started, ready)
+        return ticket
+
+    def _probe_gil(self) -> None:
+        """A loop that never waits for a batch may still wait for the loader's Python, inside its own calls of torch."""
+        batches = self._counters.batches
+        if batches > _OFTEN_PROBED_BATCHES and batches % _PROBE_BATCHES:
+            return
+        if gil.can_probe and not torchloader.has_workers(self.source):
+            self._counters.probed(gil.probe(self._counters.clock))
+
+    def _note_stall(self, started: float, ready: float) -> None:
+        now = self._counters.clock()
+        times = self._counters.taking(self._taken)
+        times.stall_seconds += now - started
+        if ready >= started:
+            times.handover_seconds += now - ready
+        if self._counters.recorder is not None:
+            self._counters.recorder.add("wait", "wait for the producer", started, now, self._taken)
 
     def _take_here(self, stream: Stream) -> Ticket | None:
         """The short path: no hand-off between threads. None if a thread has taken over."""
@@ -239,8 +276,16 @@ class Producer:
         """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth`` back."""
         if done is not None:
             if not self._device.query(done):
+                started = self._counters.clock()
                 self._device.synchronize(done)
+                self._note_device_wait(started)
             self._done_events.append(done)
+
+    def _note_device_wait(self, started: float) -> None:
+        now = self._counters.clock()
+        self._counters.sending(self._sent).device_wait_seconds += now - started
+        if self._counters.recorder is not None:
+            self._counters.recorder.add("packing", "wait for the device", started, now, self._sent)
 
     # The consumer's side in an event loop, which nothing here holds
 
@@ -280,18 +325,20 @@ class Producer:
         ticket = self._poll()
         if ticket is not None:
             return ticket
-        started = perf_counter()
+        started = self._counters.clock()
+        ready = 0.0
         with self._shared.lock:
             self._consumers_waiting += 1
         self._credits.put(_WAITING)
         try:
             while (ticket := self._poll()) is None:
                 await wait_ready(self._ready)
+            ready = ticket.sent_at
             return ticket
         finally:
             with self._shared.lock:
                 self._consumers_waiting -= 1
-            self._shared.counters.stall_seconds += perf_counter() - started
+            self._note_stall(started, ready)
 
     def _poll(self) -> Ticket | None:
         if self._stopping:
@@ -377,11 +424,11 @@ class Producer:
     def _produce(self, stream: Stream) -> Ticket:
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""
         try:
-            started = perf_counter()
+            started = self._counters.clock()
             self.transfer.return_slots()
             with self._modes.user_code():
                 try:
-                    batch = next(self.source)
+                    batch = self._next(self.source)
                 except StopIteration:
                     ticket = end_ticket()
                     self._drawn_sent = self._shared.capture_draws()
@@ -389,25 +436,42 @@ class Producer:
                     return ticket
                 state = self._shared.capture_state(self)
                 drawn = self._drawn_sent = self._shared.capture_draws()
-            fetched = perf_counter()
+            fetched = self._counters.clock()
             ticket = self._send(batch, stream)
             if self._verifies:
                 self.transfer.verify(ticket)
-            counters = self._shared.counters
-            self._fetch_seconds, self._send_seconds = fetched - started, perf_counter() - fetched
-            counters.fetch_seconds += self._fetch_seconds
-            counters.send_seconds += self._send_seconds
+            self._note_sent(ticket, started, fetched)
             ticket.state = state
             ticket.drawn = drawn
             ticket.from_source = True
-            self._sent += 1
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
             ticket = failed_ticket(torchloader.error_of(self.source, error))
             ticket.from_source = True
         return ticket
 
+    def _note_sent(self, ticket: Ticket, started: float, fetched: float) -> None:
+        sent = ticket.sent_at = self._counters.clock()
+        self._fetch_seconds, self._send_seconds = fetched - started, sent - fetched
+        counters, times = self._counters, self.transfer.times
+        times.sent_batches += 1
+        times.fetch_seconds += self._fetch_seconds
+        times.send_seconds += self._send_seconds
+        if counters.recorder is not None:
+            counters.recorder.add("loader", "next(loader)", started, fetched, self._sent)
+            counters.recorder.add("packing", "pack and launch", fetched, sent, self._sent)
+        self._sent += 1
+        self._sent_bytes += ticket.nbytes
+        counters.sent(self._sent - self._taken, ticket.nbytes, self._sent_bytes - self._taken_bytes)
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Bytes on the device that belong to batches not taken yet."""
+        return 0 if self._released else self._sent_bytes - self._taken_bytes
+
     def _send(self, batch: Any, stream: Stream) -> Ticket:
         transfer, modes, reusable = self.transfer, self._modes, self._reusable
+        transfer.times = self._counters.sending(self._sent)
+        transfer.number = self._sent
         tries = 0
         while True:
             try:
@@ -593,6 +657,7 @@ class Producer:
         for ticket in tickets:
             self._ready.put(ticket)
             self._sent += 1
+            self._sent_bytes += ticket.nbytes
             self._ended = self._ended or ticket.final
             if not self._credits.empty():
                 self._credits.get()

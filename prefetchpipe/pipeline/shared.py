@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
-from prefetchpipe.options import Options
+from prefetchpipe.options import Options, usable_cores
 from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.ticket import Ticket
+from prefetchpipe.pipeline.timing import CopyTimer
 from prefetchpipe.pipeline.transfer import Transfer
 from prefetchpipe.pipeline.twins import Twins
-from prefetchpipe.stats import Counters
+from prefetchpipe.stats import Stats, known_limits
 
 __all__ = ["CapturedState", "Shared", "start_source"]
 
@@ -56,6 +58,7 @@ class Shared:
         self.counters = Counters(options.depth)
         self.memory = PinnedMemory(device, options.max_pinned_bytes)
         self.twins = Twins(loader, device, options, self.memory, self.counters)
+        self.timer = CopyTimer(device, self.counters)
         self.depth_warned = False
         self.newest: weakref.ref[Producer] | None = None
         self.state: CapturedState | None = None
@@ -74,7 +77,7 @@ class Shared:
         with self.lock:
             transfer = self._idle.pop() if self._idle else None
         if transfer is None:
-            transfer = Transfer(self.device, self.options, self.memory, self.counters)
+            transfer = Transfer(self.device, self.options, self.memory, self.counters, self.timer)
         with self.lock:
             self._leased[id(transfer)] = self._generation
         return transfer
@@ -155,6 +158,66 @@ class Shared:
         """For ``stats()``."""
         self.counters.path = path
         self.counters.path_reason = reason
+
+    def snapshot(self, device_bytes: int) -> Stats:
+        """For ``stats()``, in any thread.
+
+        Args:
+            device_bytes: What the passes have on the device and nobody has taken.
+        """
+        counters, options, loader = self.counters, self.options, self.loader
+        with self.device.beside_captures():
+            self.timer.collect()
+        times, warm = counters.steady.snapshot(), counters.warm_up.snapshot()
+        with self.lock:
+            carried = self._carried[1] if self._carried is not None else ()
+        workers = loader.num_workers if isinstance(loader, DataLoader) else None
+        return Stats(
+            device=repr(self.device),
+            loader=type(loader).__name__,
+            num_workers=workers,
+            persistent_workers=bool(workers and loader.persistent_workers),
+            workers=counters.workers or ("plain" if workers else "none"),
+            workers_reason=counters.workers_reason,
+            passes=counters.passes,
+            batches=counters.batches,
+            copied_bytes=counters.copied_bytes,
+            staged_bytes=counters.staged_bytes,
+            direct_bytes=counters.direct_bytes,
+            pageable_bytes=counters.pageable_bytes,
+            shared_bytes=counters.shared_bytes,
+            largest_batch_bytes=counters.largest_batch_bytes,
+            pinned_bytes=self.memory.held_bytes,
+            pinned_allocations=self.memory.allocations,
+            pinned_limit_bytes=options.max_pinned_bytes,
+            device_bytes=device_bytes + sum(ticket.nbytes for ticket in carried),
+            peak_device_bytes=counters.peak_device_bytes,
+            start_seconds=counters.start_seconds,
+            fetch_seconds=times.fetch_seconds + warm.fetch_seconds,
+            send_seconds=times.send_seconds + warm.send_seconds,
+            transform_seconds=times.transform_seconds + warm.transform_seconds,
+            slot_wait_seconds=times.slot_wait_seconds + warm.slot_wait_seconds,
+            device_wait_seconds=times.device_wait_seconds + warm.device_wait_seconds,
+            stall_seconds=times.stall_seconds + warm.stall_seconds,
+            handover_seconds=times.handover_seconds + warm.handover_seconds,
+            next_seconds=times.next_seconds + warm.next_seconds,
+            loop_seconds=times.loop_seconds + warm.loop_seconds,
+            gil_probes=counters.gil_probes,
+            gil_waits=counters.gil_waits,
+            gil_wait_seconds=counters.gil_wait_seconds,
+            timed_copies=counters.timed_copies,
+            timed_bytes=counters.timed_bytes,
+            timed_seconds=counters.timed_seconds,
+            depth=counters.depth,
+            depth_asked=options.depth,
+            depth_reached=counters.depth_reached,
+            copy_threads=options.copy_threads or usable_cores(),
+            usable_cores=usable_cores(),
+            path=counters.path,
+            path_reason=counters.path_reason,
+            limits=known_limits(self.device),
+            steady=times,
+        )
 
     def capture_state(self, producer: Producer) -> CapturedState | None:
         """The loader's state now, for the batch just fetched (contract 11)."""

@@ -15,6 +15,7 @@ from prefetchpipe.batch.rows import Rows, copy_all
 from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.memory.ring import Slot
 from prefetchpipe.pipeline.threadstate import limit_packing_threads
+from prefetchpipe.pipeline.timing import Probe
 
 __all__ = ["Packers", "stage"]
 
@@ -35,6 +36,7 @@ def stage(
     leaves: Sequence[torch.Tensor],
     stream: Stream,
     packers: Packers | None = None,
+    probe: Probe | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Pack ``leaves`` into ``slot`` and launch the copies to new device memory on ``stream``.
 
@@ -55,11 +57,15 @@ def stage(
     else:
         arrived, memory = layout.allocate(device.empty, device.alloc)
         if layout.nbytes > _PIECE_BYTES and isinstance(layout, Layout):
-            _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream)
+            _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream, probe=probe)
             return arrived, memory
         copy_all(views, sources)
+    if probe is not None:
+        probe.begin(stream)
     for target, piece in zip(memory, pieces, strict=True):
         device.copy(target, piece, stream)
+    if probe is not None:
+        probe.end(stream, layout.nbytes)
     return arrived, memory
 
 
@@ -72,8 +78,10 @@ def _stage_large(
     memory: Sequence[torch.Tensor],
     pieces: list[torch.Tensor],
     stream: Stream,
+    probe: Probe | None,
 ) -> None:
     """Each leaf with memory of its own is on the wire while the next one is packed."""
+    copy = device.copy if probe is None else probe.copying(device.copy)
     rest: list[int] = []
     for number, span in enumerate(layout.spans):
         if span.block == layout.slab:
@@ -82,7 +90,7 @@ def _stage_large(
         target, piece, source = memory[span.block], pieces[span.block], sources[number]
         if span.nbytes <= _PIECE_BYTES or isinstance(source, Rows) or not source.is_contiguous():
             copy_all([views[number]], [source])
-            device.copy(target, piece, stream)
+            copy(target, piece, stream)
             continue
         flat = source.view(-1).view(torch.uint8)
         to = torch.empty(0, dtype=torch.uint8, device=target.device).set_(
@@ -91,10 +99,10 @@ def _stage_large(
         for start in range(0, span.nbytes, _PIECE_BYTES):
             end = min(start + _PIECE_BYTES, span.nbytes)
             piece[start:end].copy_(flat[start:end])
-            device.copy(to[start:end], piece[start:end], stream)
+            copy(to[start:end], piece[start:end], stream)
     if rest:
         copy_all([views[i] for i in rest], [sources[i] for i in rest])
-        device.copy(memory[layout.slab], pieces[layout.slab], stream)
+        copy(memory[layout.slab], pieces[layout.slab], stream)
 
 
 class Packers:

@@ -15,7 +15,20 @@ __all__ = ["Ticket", "end_ticket", "failed_ticket"]
 class Ticket:
     """A batch on its way: what the consumer needs to take it over."""
 
-    __slots__ = ("batch", "check", "drawn", "error", "final", "from_source", "ready", "state", "used_on", "uses")
+    __slots__ = (
+        "batch",
+        "check",
+        "drawn",
+        "error",
+        "final",
+        "from_source",
+        "nbytes",
+        "ready",
+        "sent_at",
+        "state",
+        "used_on",
+        "uses",
+    )
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -32,6 +45,10 @@ class Ticket:
         self.final = False
         self.from_source = False
         """Whether the loader stands behind it; other tickets only wake somebody."""
+        self.nbytes = 0
+        """Bytes copied to the device for it."""
+        self.sent_at = 0.0
+        """When its copies were launched, in seconds of the counters' clock."""
         self.drawn: Any = None
         """The states of the loader's own random generators after this batch (contract 10)."""
 

@@ -16,6 +16,7 @@ from prefetchpipe.batch.plan import PlanCache
 from prefetchpipe.batch.rows import copy_all
 from prefetchpipe.batch.search import find_tensors
 from prefetchpipe.batch.tree import WalkCache, flatten, unflatten
+from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import CorruptBatchError
 from prefetchpipe.memory.pinned import PinnedMemory
@@ -24,8 +25,8 @@ from prefetchpipe.options import Options
 from prefetchpipe.pipeline.staging import Packers, stage
 from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.pipeline.ticket import Ticket
+from prefetchpipe.pipeline.timing import CopyTimer, Probe
 from prefetchpipe.pipeline.workers import WorkerBatch, WorkerSlot
-from prefetchpipe.stats import Counters
 
 __all__ = ["Transfer"]
 
@@ -47,18 +48,26 @@ class Transfer:
         options: Transform, checks.
         memory: Where the slots of the ring come from.
         counters: Bytes are added here.
+        timer: Measures some of the copies.
 
     Attributes:
         consumer_stream: The stream on which the consumer last took a batch.
         packers: Threads for batches of many leaves, where the producer's thread has some.
+        times: Where the seconds of the batch being sent are counted.
+        number: Which batch of its pass that is, from 0.
     """
 
-    def __init__(self, device: Device, options: Options, memory: PinnedMemory, counters: Counters) -> None:
+    def __init__(
+        self, device: Device, options: Options, memory: PinnedMemory, counters: Counters, timer: CopyTimer
+    ) -> None:
         self._device = device
         self._transform = options.transform
         self._checked = options.checked
         self._counters = counters
-        self._ring = SlotRing(device, memory, _SLOTS, poison=options.checked) if device.staged else None
+        self._timer = timer
+        self._ring = (
+            SlotRing(device, memory, _SLOTS, poison=options.checked, clock=counters.clock) if device.staged else None
+        )
         self._plans = PlanCache(device)
         self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._events: deque[Event] = deque()
@@ -69,6 +78,8 @@ class Transfer:
         self._last_bytes = 0
         self.consumer_stream: Stream = None
         self.packers: Packers | None = None
+        self.times = counters.warm_up
+        self.number = 0
 
     def suits_consumer_stream(self) -> bool:
         """Whether the last batch may as well be copied on the consumer's own stream: small, and nothing else to do."""
@@ -111,12 +122,14 @@ class Transfer:
         batch = unflatten(spec, leaves)
         del leaves, spec
         if self._transform is not None:
+            started = self._counters.clock()
             try:
                 batch = self._transformed(batch, modes)
             except torch.OutOfMemoryError:
                 if lent is not None:
                     self._take_back(lent)
                 raise
+            self.times.transform_seconds += self._counters.clock() - started
             ticket.uses = self._distinct(find_tensors(batch))
         ticket.batch = batch
         if stream is self._device.copy_stream and self._device.staged and (ticket.uses or self._transform is not None):
@@ -182,13 +195,14 @@ class Transfer:
         out: list[Any] = list(leaves)
         uses: list[torch.Tensor] = []
         if plan.layout is not None:
+            ticket.nbytes = plan.layout.nbytes
             packed = leaves if len(plan.packed) == len(leaves) else [leaves[i] for i in plan.packed]
             arrived, memory = self._send_packed(plan.layout, packed, stream)
             uses += memory
             for i, tensor in zip(plan.packed, arrived, strict=True):
                 out[i] = tensor
         if plan.pinned:
-            self._send_pinned(plan.pinned, leaves, out, uses, stream, reusable_source=reusable_source)
+            ticket.nbytes += self._send_pinned(plan.pinned, leaves, out, uses, stream, reusable_source=reusable_source)
         for i in plan.moved:
             out[i] = move(leaves[i], device.torch_device)
             uses += self._distinct(find_tensors(out[i]))
@@ -220,6 +234,9 @@ class Transfer:
             out[i] = leaf
         _, pieces = slot.views.views(layout)
         event = self._lent_events.pop() if self._lent_events else device.new_event()
+        probe = self._timer.probe(self._counters.recorder) if device.staged else None
+        if probe is not None:
+            probe.begin(stream)
         try:
             for target, piece in zip(memory, pieces, strict=True):
                 device.copy(target, piece, stream)
@@ -228,8 +245,12 @@ class Transfer:
             device.record(event, stream)
             slot.count(1)
             self._lent.append((event, batch.take_slot()))
+        if probe is not None:
+            probe.end(stream, layout.nbytes)
+            self._launched(probe)
         if self._checked:
             self._remember(ticket, list(zip(arrived, sent, strict=True)))
+        ticket.nbytes += layout.nbytes
         self._last_bytes = layout.nbytes
         self._counters.copied_bytes += layout.nbytes
         self._counters.shared_bytes += layout.nbytes
@@ -280,15 +301,33 @@ class Transfer:
             copy_all(layout.targets(arrived, memory), layout.sources(leaves))
             return arrived, []
         slot = self._ring.acquire(layout.nbytes)
+        if self._ring.waited_seconds:
+            self._note_slot_wait(self._ring)
         if slot is None:
             counters.pageable_bytes += layout.nbytes
             return self._send_pageable(layout, leaves, stream)
         counters.staged_bytes += layout.nbytes
+        probe = self._timer.probe(counters.recorder)
         try:
-            return stage(device, layout, slot, leaves=leaves, stream=stream, packers=self.packers)
+            sent = stage(device, layout, slot, leaves=leaves, stream=stream, packers=self.packers, probe=probe)
         finally:
             # Contract 6: the slot is free when this event has passed, also after a copy that failed half-way.
             device.record(slot.event, stream)
+        if probe is not None:
+            self._launched(probe)
+        return sent
+
+    def _note_slot_wait(self, ring: SlotRing) -> None:
+        seconds, ring.waited_seconds = ring.waited_seconds, 0.0
+        self.times.slot_wait_seconds += seconds
+        if self._counters.recorder is not None:
+            now = self._counters.clock()
+            self._counters.recorder.add("packing", "wait for a slot", now - seconds, now, self.number)
+
+    def _launched(self, probe: Probe) -> None:
+        recorder = self._counters.recorder
+        if recorder is None or not recorder.add_copy(probe, self.number):
+            self._timer.launched(probe)
 
     def _send_pageable(
         self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream
@@ -310,8 +349,12 @@ class Transfer:
         stream: Stream,
         *,
         reusable_source: bool,
-    ) -> None:
+    ) -> int:
         device = self._device
+        sent = 0
+        probe = self._timer.probe(self._counters.recorder)
+        if probe is not None:
+            probe.begin(stream)
         for i in which:
             leaf = leaves[i]
             nbytes = leaf.numel() * leaf.dtype.itemsize
@@ -320,16 +363,21 @@ class Transfer:
             out[i] = device.empty(leaf.shape, leaf.stride(), leaf.dtype)
             device.copy(out[i], flat, stream)
             uses.append(out[i])
-            self._counters.copied_bytes += nbytes
-            self._counters.direct_bytes += nbytes
+            sent += nbytes
+        self._counters.copied_bytes += sent
+        self._counters.direct_bytes += sent
+        if probe is not None:
+            probe.end(stream, sent)
+            self._launched(probe)
         event = device.new_event()
         device.record(event, stream)
         if reusable_source:
             device.synchronize(event)  # contract 5: the loader may fill this memory again at its next batch
-            return
+            return sent
         self._held.append((event, [leaves[i] for i in which]))  # contract 6: the source outlives the copy out of it
         while len(self._held) > 1 and device.query(self._held[0][0]):
             self._held.popleft()
+        return sent
 
     def _order_after(self, caller: Stream) -> None:
         """A leaf that the loader made on the consumer's stream: the transform must not read it earlier."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.memory.pinned import PinnedMemory
@@ -21,7 +22,6 @@ from prefetchpipe.options import Options
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.collate import WorkerCollate
 from prefetchpipe.pipeline.workers import SlotTable, receive
-from prefetchpipe.stats import Counters
 
 __all__ = ["Twins"]
 

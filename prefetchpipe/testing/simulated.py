@@ -47,12 +47,13 @@ class SimulatedStream:
 
 
 class _Event:
-    """Passed from the second ``at`` on."""
+    """Passed from the second ``at`` on; its time stamp is the second at which the device came to it."""
 
-    __slots__ = ("at",)
+    __slots__ = ("at", "stamp")
 
     def __init__(self) -> None:
         self.at = 0.0
+        self.stamp = 0.0
 
 
 class _Current:
@@ -179,6 +180,12 @@ class SimulatedDevice:
         with self._lock:
             self._reclaim()
             self._advance(max([self.now, *(op[0] for op in self._pending)]) if event is None else event.at)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let simulated time pass, as it does while the host is busy with something else: what is due completes."""
+        with self._lock:
+            self._reclaim()
+            self._advance(self.now + seconds)
 
     def new_stream(self) -> SimulatedStream:
         """A further stream."""
@@ -395,6 +402,7 @@ class SimulatedDevice:
         with self._lock:
             self._tick()
             event.at = stream.tail
+            event.stamp = max(stream.tail, self.now)
 
     def wait(self, stream: SimulatedStream, event: _Event) -> None:
         """Later work on ``stream`` starts after ``event``."""
@@ -407,6 +415,21 @@ class SimulatedDevice:
         with self._lock:
             self._tick()
             return event.at <= self.now
+
+    def new_timing_event(self) -> _Event:
+        """Every event has a time stamp here."""
+        return _Event()
+
+    def elapsed_seconds(self, start: _Event, end: _Event) -> float:
+        """Simulated seconds; an event that has not passed is an error, as on hardware."""
+        with self._lock:
+            if max(start.at, end.at) > self.now:
+                raise RuntimeError("simulated: an event that has not passed has no time yet")
+            return end.stamp - start.stamp
+
+    def annotate(self, name: str) -> AbstractContextManager[None]:
+        """No profiler of its own."""
+        return nullcontext()
 
     def record_use(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """Keep the block of ``tensor``, once freed, until the work queued on ``stream`` by then has passed."""

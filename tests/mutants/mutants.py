@@ -13,6 +13,8 @@ __all__ = ["MUTANTS", "Mutant"]
 _ORDERING = "tests/unit/test_ordering.py::"
 _MEMORY = "tests/cases/test_memory.py::"
 _INTEGRATIONS = "tests/integrations/test_ordering.py::"
+_STATS = "tests/unit/test_stats.py::"
+_TRACE = "tests/unit/test_trace.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ MUTANTS = (
     Mutant(
         "the host does not wait for the device to be done with an earlier batch",
         PRODUCER,
-        "if not self._device.query(done):\n                self._device.synchronize(done)",
+        "self._device.synchronize(done)",
         "pass",
         4,
         _ordering("test_c4_the_host_runs_ahead_of_the_device_by_depth_batches_only"),
@@ -275,8 +277,8 @@ MUTANTS = (
     Mutant(
         "a slot's event is not recorded",
         TRANSFER,
-        "device.record(slot.event, stream)\n\n",
-        "pass\n\n",
+        "device.record(slot.event, stream)\n        if probe",
+        "pass\n        if probe",
         6,
         _ordering("test_c6_a_slot_is_written_again_only_after_its_copy"),
     ),
@@ -432,8 +434,8 @@ MUTANTS = (
     Mutant(
         "the state is taken before its batch",
         PRODUCER,
-        "batch = next(self.source)\n",
-        "early = self._shared.capture_state(self)\n                    batch = next(self.source)\n"
+        "batch = self._next(self.source)\n",
+        "early = self._shared.capture_state(self)\n                    batch = self._next(self.source)\n"
         "                    self._shared.capture_state = lambda _: early\n",
         11,
         _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
@@ -626,5 +628,38 @@ MUTANTS = (
         "        for staging in (*self._out, self._back):",
         6,
         _tables("test_c6_a_mapped_or_pinned_table_that_goes_has_its_last_rows"),
+    ),
+    # What is measured on the device is read when it has passed
+    Mutant(
+        "copies that still run are read",
+        "pipeline/timing.py",
+        "while self._pending and self._device.query(self._pending[0].done):",
+        "while self._pending:",
+        3,
+        (_STATS + "test_stats_waits_for_no_copy",),
+    ),
+    Mutant(
+        "a trace does not wait for its copies",
+        "pipeline/recorder.py",
+        "self._device.synchronize(probe.done)",
+        "pass",
+        3,
+        (_TRACE + "test_every_copy_is_on_the_copy_lane",),
+    ),
+    Mutant(
+        "a trace does not wait for the loop's work on the device",
+        "pipeline/recorder.py",
+        "self._device.synchronize(step[1])",
+        "pass",
+        3,
+        (_TRACE + "test_every_copy_is_on_the_copy_lane",),
+    ),
+    Mutant(
+        "the link is measured before its copies have passed",
+        "limits.py",
+        "device.synchronize(end)\n                rates",
+        "rates",
+        3,
+        (_STATS + "test_limits_are_measured_when_asked_for_and_remembered",),
     ),
 )
