@@ -5,8 +5,6 @@ prefetchpipe sweep examples/loader_for_cli.py:make_loader --step examples/loader
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -33,12 +31,11 @@ def make_loader(batch_size: int = 64, num_workers: int = 0) -> DataLoader[tuple[
     return DataLoader(Photos(), batch_size=batch_size, num_workers=num_workers, drop_last=True)
 
 
-@functools.cache
-def model(device: torch.device) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 15 * 15, 10)).to(device)
+MODEL = nn.Sequential(nn.Conv2d(3, 8, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 15 * 15, 10))
 
 
 def step(batch: list[torch.Tensor]) -> None:
     images, labels = batch
-    loss = nn.functional.cross_entropy(model(images.device)(images.float() / 255), labels)
+    model = MODEL.to(images.device)
+    loss = nn.functional.cross_entropy(model(images.float() / 255), labels)
     loss.backward()

@@ -47,7 +47,7 @@ def breakeven(
     redraw: Annotated[Path | None, typer.Option("--from", help="Earlier results to show.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
 ) -> None:
-    """Time NumPy, torch on the CPU and torch on the GPU (without and with the copies) over sizes; find the crossover."""
+    """Time NumPy and torch on CPU and GPU, without and with the copies, over sizes; find the crossover."""
     target = None if no_chart else chart
     check_chart(target)
     if redraw is not None:

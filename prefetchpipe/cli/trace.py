@@ -51,8 +51,6 @@ def trace(
         source = make_loader(loader, factory, **chosen)
         recorded = _record(loader, source, where, batches=batches, step=work, depth=depth, transform=change)
     spans: list[TimelineSpan] = list(recorded.spans)
-    if not spans:
-        raise CliError(f"{loader!r} gave no batch, so there is nothing to show", exit_code=1)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         recorded.save(out)
@@ -77,7 +75,7 @@ def trace(
     if as_json:
         print_json(result)
     else:
-        render(console(), spans)
+        render(console(), spans, str(getattr(getattr(recorded, "stats", None), "verdict", "")))
 
 
 def _chosen(spec: str, axes: set[str], batch_size: int | None, workers: int | None) -> dict[str, int]:
@@ -102,21 +100,26 @@ def _record(
     transform: Callable[[Any], Any] | None,
 ) -> Any:
     record_trace = importlib.import_module("prefetchpipe.trace").record_trace
-
+    taken = 0
     with progress("recording", batches) as advance:
 
         def counted(batch: Any) -> None:
+            nonlocal taken
             if step is not None:
                 step(batch)
+            taken += 1
             advance("")
 
         try:
-            return record_trace(source, device, batches=batches, step=counted, depth=depth, transform=transform)
+            recorded = record_trace(source, device, batches=batches, step=counted, depth=depth, transform=transform)
         except Exception as error:
             raise CliError(f"{spec!r} or its step raised {said_by_user(error)}", exit_code=1) from error
+    if not taken:
+        raise CliError(f"{spec!r}: the loader gave no batch", exit_code=1)
+    return recorded
 
 
-def render(out: Console, spans: Sequence[TimelineSpan]) -> None:
+def render(out: Console, spans: Sequence[TimelineSpan], verdict: str) -> None:
     """Print what each lane did, for a person."""
     shares = busy_shares(spans)
     table = Table(title="Lanes", title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -130,6 +133,8 @@ def render(out: Console, spans: Sequence[TimelineSpan]) -> None:
         )
     out.print(table)
     out.print(Text(f"\n{headline(spans)}."))
+    if verdict:
+        out.print(Text(verdict))
 
 
 def _plain(span: TimelineSpan) -> dict[str, Any]:

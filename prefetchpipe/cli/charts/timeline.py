@@ -44,7 +44,12 @@ def draw(spans: Sequence[TimelineSpan], *, headline: str, where: str, path: Path
         for span in (span for span in spans if span.lane == lane):
             _bar(panel, span, row, start=(span.start_seconds - begin) * 1e3, whole=whole * 1e3)
         panel.text(
-            1.008, row, f"{shares[lane]:.0%} busy", transform=panel.get_yaxis_transform(), va="center", fontsize=9.5
+            1.008,
+            row,
+            f"{shares[lane]:.0%} {'waiting' if lane == 'wait' else 'busy'}",
+            transform=panel.get_yaxis_transform(),
+            va="center",
+            fontsize=9.5,
         )
     panel.set_xlim(0, whole * 1e3)
     panel.set_ylim(len(lanes) - 0.5, -0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def measure_window(
         Exception: Whatever the loader or the step raises.
     """
     wait = synchronizer(device)
+    gc.collect()  # an iterator of an earlier window that is garbage would be inherited by forked workers
     with GPUPrefetcher(loader, device, depth=depth) as prefetcher, UsageSampler(device) as sampler:
         source = _endless(prefetcher)
         for _ in range(warm):

@@ -11,6 +11,7 @@ LANES = ("loader", "packing", "copy", "compute", "consumer", "wait")
 """From the source of a batch to its use; others come after these."""
 _FEEDING = ("loader", "packing", "copy")
 _WORTH_SAYING = 0.02
+_FULL = 0.9
 _MOST_BATCHES = 10
 
 
@@ -65,15 +66,18 @@ def hidden_share(spans: Sequence[TimelineSpan]) -> float | None:
 def headline(spans: Sequence[TimelineSpan]) -> str:
     """One sentence: who sets the pace, and what is hidden."""
     shares = busy_shares(spans)
-    work = {lane: share for lane, share in shares.items() if lane in {*_FEEDING, "compute"}}
-    if not work:
+    feeding = {lane: share for lane, share in shares.items() if lane in _FEEDING}
+    work = shares.get("compute", 0.0)
+    if not feeding and not work:
         return "No work was recorded"
-    busiest = max(work, key=lambda lane: work[lane])
-    said = f"The {busiest} lane sets the pace: busy {work[busiest]:.0%} of the time"
     hidden = hidden_share(spans)
-    if hidden is not None and work.get("compute", 0.0) > _WORTH_SAYING:
-        said += f"; {hidden:.0%} of loading, packing and copying is hidden behind the loop's work"
-    return said
+    aside = ""
+    if hidden is not None and work > _WORTH_SAYING:
+        aside = f"; {hidden:.0%} of loading, packing and copying runs behind its work"
+    if work >= _FULL or not feeding:
+        return f"The loop sets the pace: its own work fills {work:.0%} of the time{aside}"
+    busiest = max(feeding, key=lambda lane: feeding[lane])
+    return f"The loop works {work:.0%} of the time; before it, the {busiest} is busiest ({feeding[busiest]:.0%}){aside}"
 
 
 def _covered(spans: Iterable[TimelineSpan], lanes: Iterable[str]) -> list[tuple[float, float]]:
