@@ -71,6 +71,7 @@ def _panel(panel: Any, points: Sequence[Point], colours: dict[int, str]) -> None
         panel.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.12)
         panel.set_xlabel("batch size", fontsize=9.5)
     else:
+        panel.set_xlim(0.85, 1.15)
         panel.set_xticks([])
     panel.grid(axis="y", color="#e6e6e6", lw=0.6)
 
@@ -80,7 +81,7 @@ def _label(panel: Any, points: Sequence[Point], colours: dict[int, str]) -> None
     place = 0
     for depth, line in _lines(points).items():
         rate = line[-1].gb_per_second()
-        place = max(place, line[-1].batch_size or 0)
+        place = max(place, line[-1].batch_size or 1)
         if rate is not None:
             ends.append((rate.median, f"depth {depth}", colours[depth]))
     place_labels(panel, ends, place)

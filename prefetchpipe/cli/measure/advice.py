@@ -97,10 +97,10 @@ def _cupy(found: Checkup) -> Iterator[Finding]:
         )
     elif any(wheel.endswith(f" {bad}") for wheel in software.cupy_wheels for bad in _KNOWN_BAD_CUPY):
         yield Finding("CuPy", "problem", f"{wheels} is known to be broken", install)
-    elif software.cupy.startswith("CuPy "):
+    elif software.cupy:
         yield Finding("CuPy", "ok", f"{software.cupy} serves streams, events and pinned memory")
     elif software.cupy_wheels:
-        yield Finding("CuPy", "problem", software.cupy, f"uninstall {wheels}, then {install}")
+        yield Finding("CuPy", "problem", software.cupy_problem, f"uninstall {wheels}, then {install}")
     else:
         yield Finding("CuPy", "note", "not installed: torch's calls serve, which cost more of the CPU", install)
 

@@ -69,7 +69,8 @@ def measure_window(
         Exception: Whatever the loader or the step raises.
     """
     wait = synchronizer(device)
-    gc.collect()  # an iterator of an earlier window that is garbage would be inherited by forked workers
+    if getattr(loader, "num_workers", 0):
+        gc.collect()  # an iterator of an earlier window that is garbage would be inherited by forked workers
     with GPUPrefetcher(loader, device, depth=depth) as prefetcher, UsageSampler(device) as sampler:
         source = _endless(prefetcher)
         for _ in range(warm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from dataclasses import dataclass
 
 import torch
@@ -27,20 +28,25 @@ class Software:
     cupy_wanted: str | None
     """The wheel that fits torch; None without CUDA."""
     cupy: str
-    """``CuPy X`` where it works, else why not; empty where nobody asked, without a GPU."""
+    """Version where it works; empty otherwise."""
+    cupy_problem: str
+    """Why it does not; empty also where nobody asked, without a GPU."""
 
 
 def read_software() -> Software:
     """Read it now; CuPy is imported only where torch sees a GPU."""
     cuda = torch.version.cuda
     available = torch.cuda.is_available()
+    status = cupy_status() if available else ""
+    works = re.fullmatch(r"CuPy (\d\S*)", status)
     return Software(
         torch=torch.__version__,
         torch_cuda=cuda,
         cuda_available=available,
         cupy_wheels=tuple(f"{name} {version}" for name in _CUPY_WHEELS if (version := _installed(name))),
         cupy_wanted=f"cupy-cuda{cuda.partition('.')[0]}x" if cuda else None,
-        cupy=cupy_status() if available else "",
+        cupy=works[1] if works else "",
+        cupy_problem="" if works else status,
     )
 
 
