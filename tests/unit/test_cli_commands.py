@@ -23,6 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 class TestHelp:
+    @pytest.mark.slow
     def test_every_command_has_help_and_json(self):
         listing = run("--help").output
         for name in ("demo", "bench", "doctor", "breakeven", "sweep", "trace"):
@@ -88,6 +89,7 @@ QUICK = ("--sizes", "2,4", "--seconds", 0, "--repeats", 2, "--device", "cpu")
 
 
 class TestBreakeven:
+    @pytest.mark.slow
     def test_table_chart_and_what_is_missing(self, folder):
         result = run("breakeven", *QUICK, "--chart", "out/curves.png")
         assert result.exit_code == 0, result.output
@@ -95,6 +97,7 @@ class TestBreakeven:
         for name in ("multiply", "matmul", "reduce", "mlp", "torch CPU against NumPy", "Not measured: torch GPU"):
             assert name in result.stdout
 
+    @pytest.mark.slow
     def test_json_file_and_back(self, folder):
         found = document("breakeven", *QUICK, "--ops", "reduce", "--no-chart", "--out", "a.json")
         assert json.loads((folder / "a.json").read_text()) == found
@@ -159,6 +162,7 @@ class TestResultsFiles:
 
 
 class TestBench:
+    @pytest.mark.slow
     def test_further_arguments_go_to_the_suite(self):
         result = run("bench", "list")
         assert result.exit_code == 0, result.output

@@ -55,6 +55,7 @@ def trace_module(monkeypatch):
 
 
 class TestSweep:
+    @pytest.mark.slow
     def test_table_chart_and_comparison(self, folder):
         chosen = ("--batch-sizes", "4,8", "--depths", "1,2", "--workers", "0", "--step", "cli_loaders:step", *SWEEP)
         first = run("sweep", "cli_loaders:both", *chosen, "--out", "first.json")
@@ -72,6 +73,7 @@ class TestSweep:
         assert (only["batch_size"], only["depth"], only["num_workers"]) == (None, 2, None)
         assert [window["samples"] for window in only["windows"]] == [8, 8]
 
+    @pytest.mark.slow
     def test_a_chart_without_any_axis(self, folder):
         assert run("sweep", "cli_loaders:plain", *SWEEP).exit_code == 0
         assert (folder / "sweep.png").read_bytes().startswith(PNG)
@@ -125,6 +127,7 @@ class TestSweep:
 
 
 class TestTrace:
+    @pytest.mark.slow
     def test_trace_chart_and_table(self, folder, trace_module):
         result = run("trace", "cli_loaders:both", "--batch-size", 4, "--batches", 3, "--step", "cli_loaders:step",
                      "--workers", 0)  # fmt: skip
