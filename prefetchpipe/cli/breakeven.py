@@ -66,7 +66,7 @@ def breakeven(
     if target is not None:
         from prefetchpipe.cli.charts.breakeven import draw
 
-        draw(curves, found, headline=_headline(found), where=_where(result), path=target)
+        draw(curves, found, headline=_headline(found, curves[0].sizes[-1]), where=_where(result), path=target)
         note(f"chart: {target}")
     if as_json:
         print_json(result)
@@ -126,7 +126,8 @@ def render(out: Console, curves: Sequence[Curve], found: dict[str, list[Crossove
     """Print tables and crossovers for a person."""
     for name, crossings in found.items():
         chosen = [curve for curve in curves if curve.op == name]
-        table = Table(title=f"{name}: {OPERATIONS[name].title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        out.print(Text(f"{name}: {OPERATIONS[name].title}", style="bold"))
+        table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column("n", justify="right")
         for curve in chosen:
             table.add_column(f"{curve.side}, ms", justify="right")
@@ -152,7 +153,7 @@ def _said(crossover: Crossover) -> str:
     return f"{pair}: break-even not reached"
 
 
-def _headline(found: dict[str, list[Crossover]]) -> str:
+def _headline(found: dict[str, list[Crossover]], largest: int) -> str:
     """The chart's title: what the GPU with its copies needs, or without a GPU what torch needs, to be worth it."""
     chosen = {name: items for name, items in found.items() if items}
     with_copies = {name: items[-1] for name, items in chosen.items()}
@@ -160,14 +161,12 @@ def _headline(found: dict[str, list[Crossover]]) -> str:
         subject, by_op = "The GPU, copies included, is faster than the CPU", with_copies
     else:
         subject, by_op = "torch on the CPU is faster than NumPy", {name: items[0] for name, items in chosen.items()}
-    said = [f"{name} from n = {c.size:.0f}" for name, c in by_op.items() if c.size is not None]
-    for kind, words in (("from the start", "at every size"), ("not reached", "at the largest size not yet")):
+    said = [", ".join(f"{name} from n = {c.size:.0f}" for name, c in by_op.items() if c.size is not None)]
+    for kind, words in (("from the start", "at every size"), ("not reached", f"not up to n = {largest}")):
         names = [name for name, crossover in by_op.items() if crossover.kind == kind]
         if names:
-            said.append(f"{' and '.join(names) if len(names) < 3 else ', '.join(names)} {words}")  # noqa: PLR2004
-    if not said:
-        return "Times of one call over size"
-    return f"{subject}: {', '.join(said)}"
+            said.append(f"{words}: {', '.join(names)}")
+    return f"{subject}: {'; '.join(part for part in said if part)}"
 
 
 def _where(result: dict[str, Any]) -> str:

@@ -183,7 +183,7 @@ class TestTimeline:
     def test_the_headline_names_who_sets_the_pace(self):
         assert headline([span("loader", 0, 1), span("compute", 0, 10)]).startswith("The loop sets the pace")
         slow = headline([span("loader", 0, 8), span("packing", 8, 1), span("compute", 9, 1)])
-        assert slow.startswith("The loop works 10% of the time; before it, the loader is busiest (80%)")
+        assert slow.startswith("The loop works 10% of the time; the busiest lane before it is loader (80%)")
         assert headline([]) == "No work was recorded"
 
     def test_a_chart_shows_the_last_batches(self):

@@ -36,12 +36,12 @@ def draw(
         panel.set_visible(False)
     for panel, name in zip(panels.flat, names, strict=False):
         _panel(panel, [curve for curve in curves if curve.op == name], found.get(name, ()), name)
-    title(figure, headline, where, width=46 + 50 * (columns - 1))
+    title(figure, headline, where)
     figure.canvas.draw()  # settles the layout, so that the labels know where the lines end
     for panel, name in zip(panels.flat, names, strict=False):
         chosen = [curve for curve in curves if curve.op == name]
-        ends = [(curve.medians[-1] * 1e3, curve.side, _COLOURS[curve.side]) for curve in chosen]
-        place_labels(panel, ends, chosen[0].sizes[-1])
+        ends = [(curve.sizes[-1], curve.medians[-1] * 1e3, curve.side, _COLOURS[curve.side]) for curve in chosen]
+        place_labels(panel, ends)
     save(figure, path)
 
 
@@ -65,22 +65,26 @@ def _panel(panel: Any, curves: Sequence[Curve], found: Sequence[Crossover], name
     panel.set_ylabel("time of one call", fontsize=9.5)
     panel.set_title(f"{name}: {OPERATIONS[name].title}", fontsize=10.5, loc="left")
     inside = sorted((crossover for crossover in found if crossover.size is not None), key=lambda c: c.size or 0.0)
+    bottom, top = panel.get_ylim()
+    panel.set_ylim(bottom, top * (top / bottom) ** (0.09 * max(1, len(inside))))  # room for the words above the lines
     for level, crossover in enumerate(inside):
+        beyond_half = (crossover.size or 0.0) ** 2 > sizes[0] * sizes[-1]  # then the words stand left of their line
         panel.axvline(crossover.size, color=_COLOURS[crossover.faster], lw=1, ls=":")
         panel.annotate(
             f"{crossover.faster} faster from n = {crossover.size:.0f}",
-            xy=(crossover.size, 0.97 - 0.075 * level),
+            xy=(crossover.size, 0.99 - 0.075 * level),
             xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
+            xytext=(-4 if beyond_half else 4, 0),
             textcoords="offset points",
             fontsize=8.5,
             va="top",
+            ha="right" if beyond_half else "left",
             color=_COLOURS[crossover.faster],
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
     if not inside:
         panel.text(
-            0.02, 0.97, "no crossover in this range", transform=panel.transAxes, fontsize=8.5, va="top", color=GREY
+            0.02, 0.99, "no crossover in this range", transform=panel.transAxes, fontsize=8.5, va="top", color=GREY
         )
 
 

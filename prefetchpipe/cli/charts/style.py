@@ -14,6 +14,7 @@ __all__ = ["GREY", "INK", "PALETTE", "check_chart", "new_figure", "place_labels"
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito, https://jfly.uni-koeln.de/color/; yellow left out, which is too light for a line."""
+_TITLE_CHARACTER, _SMALL_CHARACTER = 0.106, 0.071  # inches, for 13 pt bold and 9 pt
 INK, GREY = "#222222", "#8a8a8a"
 
 
@@ -54,37 +55,36 @@ def new_figure(rows: int, columns: int, *, size: tuple[float, float], **shared: 
     return figure, panels
 
 
-def title(figure: Any, text: str, below: str, *, width: int) -> None:
+def title(figure: Any, text: str, below: str) -> None:
     """What is seen, and under it in grey where it was measured."""
-    lines = textwrap.wrap(text, width)
-    small = textwrap.wrap(below, int(width * 1.35))
-    height = figure.get_figheight()
-    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - (0.25 * len(lines) + 0.19 * len(small) + 0.12) / height))
-    figure.text(
-        0.012, 1 - 0.1 / height, "\n".join(lines), fontsize=13, fontweight="bold", va="top", linespacing=1.2, color=INK
-    )
-    figure.text(0.012, 1 - (0.25 * len(lines) + 0.12) / height, "\n".join(small), fontsize=9, va="top", color=GREY)
+    width, height = figure.get_size_inches()
+    lines = textwrap.wrap(text, int((width - 0.3) / _TITLE_CHARACTER))
+    small = textwrap.wrap(below, int((width - 0.3) / _SMALL_CHARACTER))
+    used = 0.25 * len(lines) + 0.12
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - (used + 0.19 * len(small)) / height))
+    place = {"va": "top", "linespacing": 1.2}
+    figure.text(0.15 / width, 1 - 0.1 / height, "\n".join(lines), fontsize=13, fontweight="bold", color=INK, **place)
+    figure.text(0.15 / width, 1 - used / height, "\n".join(small), fontsize=9, color=GREY, **place)
 
 
-def place_labels(panel: Any, labels: Sequence[tuple[float, str, str]], x: float, *, gap: float = 0.062) -> None:
+def place_labels(panel: Any, labels: Sequence[tuple[float, float, str, str]], *, gap: float = 0.062) -> None:
     """Names at the right end of lines, moved apart where they would cover each other.
 
     Args:
         panel: Its axes are final: limits and scales are not changed afterwards.
-        labels: ``y`` of the end of the line, text, colour.
-        x: Of the end of the lines, in data.
+        labels: End of the line (x, y), text, colour.
         gap: Least distance, as a share of the panel's height.
     """
     to_panel = panel.transData + panel.transAxes.inverted()
-    ends = sorted(((to_panel.transform((x, y))[1], y, text, colour) for y, text, colour in labels), key=lambda e: e[0])
-    heights = [end[0] for end in ends]
+    ends = sorted(labels, key=lambda label: to_panel.transform(label[:2])[1])
+    heights = [float(to_panel.transform(end[:2])[1]) for end in ends]
     for index in range(1, len(heights)):
         heights[index] = max(heights[index], heights[index - 1] + gap)
-    over = max(0.0, (heights[-1] if heights else 0.0) - 1.0)
-    heights = [height - over for height in heights]
+    if heights:
+        heights[-1] = min(heights[-1], 1.0)
     for index in range(len(heights) - 2, -1, -1):
         heights[index] = min(heights[index], heights[index + 1] - gap)
-    for height, (_, y, text, colour) in zip(heights, ends, strict=True):
+    for height, (x, y, text, colour) in zip(heights, ends, strict=True):
         panel.annotate(
             text,
             xy=(x, y),

@@ -11,9 +11,11 @@ from prefetchpipe.cli.measure.grid import Point
 
 __all__ = ["draw"]
 
+_ASIDE = 0.03
+
 
 def draw(points: Sequence[Point], *, headline: str, where: str, path: Path) -> None:
-    """Write the chart.
+    """Write the chart; without batch sizes, over depth.
 
     Args:
         points: Those without times are left out; at least one has some.
@@ -23,72 +25,54 @@ def draw(points: Sequence[Point], *, headline: str, where: str, path: Path) -> N
     """
     timed = [point for point in points if point.windows]
     workers = list(dict.fromkeys(point.num_workers for point in timed))
-    depths = sorted({point.depth for point in timed})
-    figure, panels = new_figure(1, len(workers), size=(2.0 + 4.2 * len(workers), 4.6), sharey=True)
-    colours = {depth: PALETTE[index % len(PALETTE)] for index, depth in enumerate(depths)}
+    figure, panels = new_figure(1, len(workers), size=(2.4 + 4.2 * len(workers), 4.6), sharey=True)
     top = max(rate.high for point in timed if (rate := point.gb_per_second()))
+    shown = [[point for point in timed if point.num_workers == count] for count in workers]
+    ends = [_panel(panel, chosen) for panel, chosen in zip(panels.flat, shown, strict=True)]
     for panel, count in zip(panels.flat, workers, strict=True):
-        _panel(panel, [point for point in timed if point.num_workers == count], colours)
         panel.set_ylim(0, top * 1.08)
         if count is not None:
-            panel.set_title(
-                f"{count} worker{'s' if count != 1 else ''}" if count else "no workers", fontsize=10.5, loc="left"
-            )
+            name = f"{count or 'no'} worker{'' if count == 1 else 's'}"
+            panel.set_title(name, fontsize=10.5, loc="left")
     panels.flat[0].set_ylabel("GB/s delivered", fontsize=9.5)
-    title(figure, headline, where, width=28 + 40 * len(workers))
-    figure.canvas.draw()
-    for panel, count in zip(panels.flat, workers, strict=True):
-        _label(panel, [point for point in timed if point.num_workers == count], colours)
+    title(figure, headline, where)
+    figure.canvas.draw()  # settles the layout, so that the labels know where the lines end
+    for panel, labels in zip(panels.flat, ends, strict=True):
+        place_labels(panel, labels)
     save(figure, path)
 
 
-def _panel(panel: Any, points: Sequence[Point], colours: dict[int, str]) -> None:
-    sizes = sorted({point.batch_size for point in points if point.batch_size is not None})
-    lines = _lines(points)
+def _panel(panel: Any, points: Sequence[Point]) -> list[tuple[float, float, str, str]]:
+    """Draw the lines; returns where each ends, its name and its colour."""
+    by_size = any(point.batch_size is not None for point in points)
+    depths = sorted({point.depth for point in points})
+    lines = {depth: [point for point in points if point.depth == depth] for depth in depths}
+    if not by_size:
+        lines = {0: list(points)}
+    ends = []
     for order, (depth, line) in enumerate(lines.items()):
+        colour = PALETTE[order % len(PALETTE)]
+        line.sort(key=_place)
         rates = [rate for point in line if (rate := point.gb_per_second()) is not None]
         # A little aside, so that the bars of several depths do not cover each other.
-        aside = 1.0 + 0.03 * (order - (len(lines) - 1) / 2)
-        places = [(point.batch_size or 1) * aside for point in line]
+        aside = 1.0 + _ASIDE * (order - (len(lines) - 1) / 2)
+        places, middle = [_place(point) * aside for point in line], [rate.median for rate in rates]
         below = [rate.median - rate.low for rate in rates]
         above = [rate.high - rate.median for rate in rates]
-        middle = [rate.median for rate in rates]
         panel.errorbar(
-            places,
-            middle,
-            yerr=[below, above],
-            color=colours[depth],
-            lw=1.8,
-            marker="o",
-            ms=4.5,
-            elinewidth=1,
-            capsize=2,
+            places, middle, yerr=[below, above], color=colour, lw=1.8, marker="o", ms=4.5, elinewidth=1, capsize=2
         )
-    if sizes:
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.minorticks_off()
-        panel.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.12)
-        panel.set_xlabel("batch size", fontsize=9.5)
-    else:
-        panel.set_xlim(0.85, 1.15)
-        panel.set_xticks([])
+        if by_size:
+            ends.append((places[-1], middle[-1], f"depth {depth}", colour))
+    ticks = sorted({_place(point) for point in points})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.minorticks_off()
+    panel.set_xlim(ticks[0] * 0.85, ticks[-1] * 1.15)
+    panel.set_xlabel("batch size" if by_size else "depth", fontsize=9.5)
     panel.grid(axis="y", color="#e6e6e6", lw=0.6)
+    return ends
 
 
-def _label(panel: Any, points: Sequence[Point], colours: dict[int, str]) -> None:
-    ends = []
-    place = 0
-    for depth, line in _lines(points).items():
-        rate = line[-1].gb_per_second()
-        place = max(place, line[-1].batch_size or 1)
-        if rate is not None:
-            ends.append((rate.median, f"depth {depth}", colours[depth]))
-    place_labels(panel, ends, place)
-
-
-def _lines(points: Sequence[Point]) -> dict[int, list[Point]]:
-    lines: dict[int, list[Point]] = {}
-    for point in sorted(points, key=lambda point: (point.depth, point.batch_size or 0)):
-        lines.setdefault(point.depth, []).append(point)
-    return lines
+def _place(point: Point) -> int:
+    return point.depth if point.batch_size is None else point.batch_size

@@ -59,7 +59,7 @@ def draw(spans: Sequence[TimelineSpan], *, headline: str, where: str, path: Path
     panel.spines["left"].set_visible(False)
     panel.grid(axis="x", color="#e6e6e6", lw=0.6)
     panel.set_xlabel("ms; the number and the colour of a bar are its batch's", fontsize=9.5)
-    title(figure, headline, where, width=100)
+    title(figure, headline, where)
     save(figure, path)
 
 
