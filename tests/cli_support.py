@@ -54,6 +54,8 @@ def loaders_in(folder, monkeypatch) -> Iterator[None]:
     """A working directory with loaders; the import state is put back."""
     (folder / "cli_loaders.py").write_text(LOADERS)
     (folder / "cli_broken.py").write_text("import cli_missing\n")
+    (folder / "cli_script.py").write_text("raise SystemExit(0)\n")
+    (folder / "json.py").write_text("f = list\n")
     (folder / "cli_wrong.py").write_text("def f(:\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -45,7 +45,7 @@ def find(argument: str, spec: str) -> Callable[..., Any]:
             there = f"; it has {', '.join(public[:8])}" if public else ""
             raise CliError(f"{argument}: {spec!r}: {place} has no {name!r}{there}") from None
     if not callable(found):
-        raise CliError(f"{argument}: {spec!r} is a {type(found).__name__}; allowed: a function that returns a loader")
+        raise CliError(f"{argument}: {spec!r} is a {type(found).__name__}; allowed: a function")
     return found  # type: ignore[no-any-return]
 
 
@@ -121,6 +121,17 @@ def _import(argument: str, spec: str, place: str) -> Any:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except Exception as error:
         raise CliError(f"{argument}: {spec!r}: cannot import {module}: {said_by_user(error)}; {_FORMAT}") from error
+    except SystemExit as error:
+        raise CliError(
+            f"{argument}: {spec!r}: importing {module} ends the program; allowed: a module that can be imported "
+            "(put what it runs under `if __name__ == '__main__':`)"
+        ) from error
+    if path.suffix == ".py" and Path(found.__file__ or "").resolve() != path.resolve():
+        raise CliError(
+            f"{argument}: {spec!r}: a module {module!r} is imported already, from {found.__file__}; "
+            "allowed: a file whose name no other module has"
+        )
+    return found

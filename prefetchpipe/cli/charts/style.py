@@ -44,7 +44,7 @@ def new_figure(rows: int, columns: int, *, size: tuple[float, float], **shared: 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False, **shared)
     for panel in panels.flat:
@@ -107,6 +107,6 @@ def save(figure: Any, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120, facecolor="white")
+        figure.savefig(path, facecolor="white")
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error

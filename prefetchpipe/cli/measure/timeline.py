@@ -77,7 +77,8 @@ def headline(spans: Sequence[TimelineSpan]) -> str:
     if work >= _FULL or not feeding:
         return f"The loop sets the pace: its own work fills {work:.0%} of the time{aside}"
     busiest = max(feeding, key=lambda lane: feeding[lane])
-    return f"The loop works {work:.0%} of the time; the busiest lane before it is {busiest} ({feeding[busiest]:.0%}){aside}"
+    before = f"the busiest lane before it is {busiest} ({feeding[busiest]:.0%})"
+    return f"The loop works {work:.0%} of the time; {before}{aside}"
 
 
 def _covered(spans: Iterable[TimelineSpan], lanes: Iterable[str]) -> list[tuple[float, float]]:
