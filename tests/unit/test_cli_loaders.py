@@ -123,6 +123,14 @@ class TestSweep:
     def test_a_file_and_a_nested_name(self):
         assert find("LOADER", "cli_loaders.py:Namespace.inner")()[0].shape == (4, 2)
 
+    @pytest.mark.slow
+    def test_the_example(self):
+        example = Path(__file__).parents[2] / "examples" / "loader_for_cli.py"
+        chosen = ("--step", f"{example}:step", "--batch-sizes", 4, "--depths", 1, "--workers", 0, "--no-chart", *SWEEP)
+        (point,) = document("sweep", f"{example}:make_loader", *chosen)["points"]
+        assert point["error"] == ""
+        assert [window["nbytes"] for window in point["windows"]] == [2 * 4 * (3 * 64 * 64 + 8)] * 2
+
     def test_a_factory_takes_what_it_names(self):
         assert axes_of("x", lambda num_workers=0, other=1: []) == {"num_workers"}
         assert make_loader("x", lambda batch_size: [batch_size], batch_size=3) == [3]
