@@ -117,8 +117,12 @@ def _read(result: dict[str, Any], path: Path | None) -> tuple[list[Curve], dict[
             for item in result["curves"]
         ]
         found = {name: [Crossover(**item) for item in items] for name, items in result["crossovers"].items()}
-    except (KeyError, TypeError) as error:
-        raise CliError(f"{path} is no results file of breakeven: {error!r} is missing or wrong") from error
+        if not curves or {curve.op for curve in curves} != set(found) or not set(found) <= set(OPERATIONS):
+            raise ValueError("curves and crossovers do not belong together")
+        dict(result["missing"])
+        _where(result)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CliError(f"{path} is no results file of breakeven: {error!r}") from error
     return curves, found
 
 

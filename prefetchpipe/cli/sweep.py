@@ -145,8 +145,10 @@ def _read(result: dict[str, Any], path: Path | None) -> list[Point]:
         for item in result["points"]:
             windows = [Window(**{**window, "usage": Usage(**window["usage"])}) for window in item["windows"]]
             points.append(Point(**{**item, "windows": windows}))
-    except (KeyError, TypeError) as error:
-        raise CliError(f"{path} is no results file of sweep: {error}") from error
+        _where(result)
+        compare(points, points)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CliError(f"{path} is no results file of sweep: {error!r}") from error
     return points
 
 

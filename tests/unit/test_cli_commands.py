@@ -145,6 +145,7 @@ class TestResultsFiles:
             ('{"schema": 1, "command": "breakeven"}', "was written by `breakeven`; allowed: a file of `sweep`"),
             ('{"schema": 1, "command": "sweep"}', "is no results file of sweep"),
             ('{"schema": 1, "command": "sweep", "points": [{"a": 1}]}', "is no results file of sweep"),
+            ('{"schema": 1, "command": "sweep", "points": []}', "is no results file of sweep"),
             ("[1]", "is no results file"),
             ("{", "is no JSON"),
             ("\xff", "is no"),
@@ -153,6 +154,20 @@ class TestResultsFiles:
     def test_another_file_is_one_line(self, folder, text, said):
         (folder / "old.json").write_bytes(text.encode("latin-1"))
         assert said in one_line(run("sweep", "cli_loaders:plain", "--compare", "old.json", "--no-chart", *SWEEP))
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            {},
+            {"curves": [], "crossovers": {}, "missing": {}},
+            {"curves": [], "crossovers": {"conv": []}, "missing": {}},
+            {"curves": [{"op": "reduce"}], "crossovers": {}},
+            {"curves": 3, "crossovers": []},
+        ],
+    )
+    def test_a_damaged_file_of_breakeven_is_one_line(self, folder, content):
+        (folder / "old.json").write_text(json.dumps({"schema": 1, "command": "breakeven", **content}))
+        assert "is no results file of breakeven" in one_line(run("breakeven", "--from", "old.json"))
 
     def test_a_file_that_is_not_there_or_cannot_be_written(self, folder):
         assert "No such file" in one_line(run("breakeven", "--from", "nowhere.json"))
