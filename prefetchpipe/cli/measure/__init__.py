@@ -1,0 +1,1 @@
+"""What the commands measure; nothing here prints."""
