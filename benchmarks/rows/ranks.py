@@ -122,6 +122,8 @@ class _Rank:
         self, device: str, rank: int, count: int, *, seconds: float, small: bool, compute: dict[str, tuple[int, int]]
     ) -> None:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        if count > 1 and "OMP_NUM_THREADS" not in os.environ:
+            place["OMP_NUM_THREADS"] = 1  # as torchrun does
         arguments = ["--device", device, "--seconds", str(seconds), "--compute", json.dumps(compute)]
         self.cores = 0
         self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tensors that are made of tensors: sparse ones, and wrapper subclasses, taken apart so that their parts are packed.
+"""Tensors that are made of tensors: sparse ones, and PyG's indices, taken apart so that their parts are packed.
 
 The parts are put together again without being looked at: they may not have arrived yet.
 """
@@ -24,7 +24,11 @@ def walk_composed(tensor: torch.Tensor, walk: Walker) -> Spec | None:
         return None
     if type(tensor) is torch.Tensor:
         return _walk_sparse(tensor, walk) if tensor.layout in _SPARSE else None
-    return _walk_wrapper(tensor, walk) if hasattr(type(tensor), "__tensor_flatten__") else None
+    cls = type(
+        tensor
+    )  # others with this protocol (nested, distributed tensors) say more of the device than its parts do
+    is_index = cls.__module__.startswith("torch_geometric.") and hasattr(cls, "__tensor_flatten__")
+    return _walk_wrapper(tensor, walk) if is_index else None
 
 
 class _SparseSpec(Spec):

@@ -182,12 +182,14 @@ def test_c12_values_of_every_kind(device: Any) -> None:
         x=torch.ones(3, 2), nothing=None, text="text", empty={}, array=np.arange(3), names=np.array(["a", "b"]),
         several=[torch.zeros(2), (torch.ones(1), "s")], nested={"a": torch.arange(3), "b": {"c": [1, 2]}},
         inner=Data(x=torch.full((2,), 5.0)),
+        jagged=torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=torch.jagged),
     )  # fmt: skip
     (out,) = GPUPrefetcher([source], device)
     settle(device)
     assert_same(to_plain([out.several, out.nested, out.empty]), [source.several, source.nested, {}])
     assert_same(to_plain(out.array), torch.arange(3))
     assert out.names.tolist() == ["a", "b"]
+    assert [row.tolist() for row in out.jagged.unbind()] == [[0, 1], [0, 1, 2]]
     assert type(out.inner) is Data
     assert out.inner.x.tolist() == [5, 5]
     assert out.text == "text"
