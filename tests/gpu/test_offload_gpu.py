@@ -1,4 +1,4 @@
-"""The way back on real streams. tests/cases/test_offload.py and test_async.py run on CUDA too, by their `device` fixture."""
+"""The way back on real streams. What takes a `device` in tests/cases runs on CUDA too."""
 
 from __future__ import annotations
 
