@@ -19,7 +19,20 @@ __all__ = ["main"]
 _FOLDER = Path(__file__).resolve().parent
 _RESULTS = _FOLDER / "results"
 _README = _FOLDER.parent / "README.md"
-_QUICK_ROWS = ["images", "dlrm", "tiny", "tokens", "arrays", "tabular", "cpu-pass", "import", "leaves"]
+_QUICK_ROWS = [
+    "images",
+    "dlrm",
+    "tiny",
+    "tokens",
+    "arrays",
+    "tabular",
+    "cpu-pass",
+    "import",
+    "leaves",
+    "d2h",
+    "both",
+    "loop-hold",
+]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -57,6 +57,7 @@ class _Shared:
     def __init__(self, batches: Any, device: Device, options: Options, *, borrow: bool) -> None:
         self.batches = batches
         self.device = device
+        self.options = options
         self.depth = options.depth
         self.borrow = borrow
         self.memory = PinnedMemory(device, options.max_pinned_bytes)
@@ -191,7 +192,10 @@ class HostPrefetcher:
         options = Options(depth=depth, max_pinned_bytes=max_pinned_bytes)
         if device is None and isinstance(batches, GPUPrefetcher):
             device = batches._shared.device  # noqa: SLF001 - the same package
-        self._shared = _Shared(batches, resolve(device), options, borrow=borrow)
+        self._setup(batches, resolve(device), options, borrow=borrow)
+
+    def _setup(self, batches: Any, device: Device, options: Options, *, borrow: bool) -> None:
+        self._shared = _Shared(batches, device, options, borrow=borrow)
         weakref.finalize(self, self._shared.close).atexit = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -266,3 +270,13 @@ class HostPrefetcher:
     def __repr__(self) -> str:
         shared = self._shared
         return f"HostPrefetcher({shared.batches!r}, depth={shared.depth}, device={shared.device!r})"
+
+    # Copies carry the configuration; passes and memory stay behind
+
+    def __getstate__(self) -> dict[str, Any]:
+        shared, device = self._shared, self._shared.device
+        name = str(device.torch_device) if type(device).__module__.startswith("prefetchpipe.device.") else device
+        return {"batches": shared.batches, "device": name, "options": shared.options, "borrow": shared.borrow}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._setup(state["batches"], resolve(state["device"]), state["options"], borrow=state["borrow"])

@@ -155,10 +155,10 @@ class Transfer:
 
     def verify(self, ticket: Ticket) -> None:
         """``checked=True`` where nobody may wait at delivery: wait for the copy now, and compare."""
-        check, ticket.check = ticket.check, None
+        check, ticket.check, ready = ticket.check, None, ticket.ready
         if check is not None:
-            if ticket.ready is not None:
-                self._device.synchronize(ticket.ready)
+            if ready is not None:
+                self._device.synchronize(ready)
             _verify(check)
 
     def _record_uses(self, ticket: Ticket, stream: Stream) -> None:

@@ -232,6 +232,7 @@ def test_a_coroutine_source_runs_in_one_task_of_the_loop(run: Run) -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_a_source_may_hold_scopes_and_task_groups_open_between_batches(run: Run) -> None:
     async def source() -> AsyncIterator[torch.Tensor]:
         with anyio.fail_after(TIMEOUT):
@@ -828,6 +829,7 @@ def test_an_error_on_the_way_back(run: Run, device: Any) -> None:
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["break", "aclosing", "async with"])
 @pytest.mark.parametrize("kind", ["list", "async iterable"])
 def test_nothing_stays_behind_on_the_way_back(run: Run, device: Any, way: str, kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import gc
 import itertools
@@ -636,6 +637,17 @@ def test_an_asynchronous_source_wants_async_for(device: Any) -> None:
 
 
 @pytest.mark.slow
+def test_copies_carry_the_configuration(device: Any) -> None:
+    prefetcher = HostPrefetcher([1, 2, 3], 3, device=device, borrow=True)
+    next(iter(prefetcher))
+    twins = [copy.deepcopy(prefetcher)]
+    if not is_simulated(device):
+        twins.append(pickle.loads(pickle.dumps(prefetcher)))
+    for twin in twins:
+        assert repr(twin) == repr(prefetcher)
+        assert list(twin) == [1, 2, 3]
+
+
 def test_batches_can_be_pickled(device: Any) -> None:
     (batch,) = HostPrefetcher(outputs(device, 1, LARGE), device=device)
     assert torch.equal(pickle.loads(pickle.dumps(batch)), batch)

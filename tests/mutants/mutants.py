@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant(
         "a dropped iterator does not stop its producer",
         PREFETCHER,
-        "weakref.finalize(self, producer.detach)",
+        "weakref.finalize(self, leave or producer.detach)",
         "weakref.finalize(self, int)",
         9,
         _ordering("test_c9_a_dropped_iterator_ends_its_thread"),

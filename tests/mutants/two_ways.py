@@ -131,6 +131,14 @@ MUTANTS = (
         2,
         ("tests/cases/test_offload.py::test_c2_what_a_host_leaf_holds_is_copied[cpu]",),
     ),
+    Mutant(
+        "checked=True does not wait for the copy that it checks off the loop",
+        "pipeline/transfer.py",
+        "self._device.synchronize(ready)",
+        "pass",
+        3,
+        _async("test_checked_compares_off_the_loop[asyncio]"),
+    ),
     # Contract 1 where the consumer is a task
     Mutant(
         "a batch is taken before the last await",
