@@ -16,7 +16,8 @@ from prefetchpipe.device.base import Device
 from prefetchpipe.tables.ahead import RowsAhead
 from prefetchpipe.tables.distinct import Distinct, distinct_ids
 from prefetchpipe.tables.index import read_index
-from prefetchpipe.tables.table import HostTable, Init
+from prefetchpipe.tables.initial import Init
+from prefetchpipe.tables.table import HostTable
 
 if TYPE_CHECKING:
     from prefetchpipe.tables.lookahead import Lookahead

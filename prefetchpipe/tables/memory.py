@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from prefetchpipe.device.base import Device, Event, HostBlock
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 from prefetchpipe.memory.pinned import PinnedMemory
 
-__all__ = ["HostRows", "Staging", "numpy_dtype"]
+__all__ = ["HostRows", "Keeper", "Staging", "numpy_dtype"]
 
 _NUMPY = {
     dtype: np.dtype(str(dtype).removeprefix("torch."))
@@ -158,3 +159,16 @@ class Staging:
         block, self._block = self._block, None
         if block is not None:
             self._budget.free(block)
+
+
+class Keeper:
+    """Held by the table and by every view of its rows; when it goes, the memory does."""
+
+    def view_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` once more, as a tensor that holds this object."""
+        if not rows.numel():
+            return rows
+        with torch.inference_mode(False):
+            buffer = (ctypes.c_uint8 * (rows.numel() * rows.dtype.itemsize)).from_address(rows.data_ptr())
+            buffer.keeper = self  # type: ignore[attr-defined]
+            return torch.frombuffer(buffer, dtype=torch.uint8).view(rows.dtype).view(rows.shape)

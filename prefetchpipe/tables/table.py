@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from prefetchpipe.batch.move import array_to_tensor
 from prefetchpipe.device import resolve
 from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.tables.ahead import RowsAhead
 from prefetchpipe.tables.files import read_rows, save_rows
 from prefetchpipe.tables.index import Index, read_index
-from prefetchpipe.tables.memory import HostRows
+from prefetchpipe.tables.initial import Init, as_values, fill_rows
+from prefetchpipe.tables.memory import HostRows, Keeper
 from prefetchpipe.tables.movers import Mover, make_mover, write_rows
 
-__all__ = ["HostTable", "Init"]
-
-Init = str | Callable[[torch.Tensor], Any] | torch.Tensor | np.ndarray | None
+__all__ = ["HostTable"]
 
 
 class HostTable:
@@ -108,14 +104,14 @@ class HostTable:
             if self._rows.existed and init is not None:
                 raise ValueError(f"init must be None: path={str(path)!r} is there, and its rows are kept")
             if not self._rows.existed:
-                _fill(self._rows.tensor, init)
+                fill_rows(self._rows.tensor, init)
             self._mover = make_mover(self._rows, self.where, budget)
         self.pinned = self._rows.pinned
         self._handover = self.where.new_event()
         self._ahead: list[weakref.ref[RowsAhead]] = []
         # Reentrant: the collector may close another table in here.
         self._lock = threading.RLock()
-        self._keeper = _Keeper()
+        self._keeper = Keeper()
         self._finalizer = weakref.finalize(self._keeper, _close, self._rows, self._mover, self.where, os.getpid())
 
     # Rows to the device and back
@@ -161,7 +157,8 @@ class HostTable:
 
         Args:
             index: Row ids of any shape.
-            values: [*index.shape, dim] of this dtype, on the device or in host memory, with any strides.
+            values: [*index.shape, dim] of this dtype, on the device or in host memory, with any strides. Values in host
+                memory are written by the host, which waits for what is outstanding on this table.
             unique: A promise that no id occurs twice, which saves a sort. If it does, either may stay.
 
         Raises:
@@ -192,7 +189,7 @@ class HostTable:
         with self._lock, torch.no_grad(), self.where.beside_captures():
             self._mover.poll()
             found = read_index(index, self.shape[0], self.where)
-            values = _as_values(values)
+            values = as_values(values)
             self._check("values", values, found)
             self._invalidate()
             if values.device.type == "cpu" and not self.where.is_resident(values):
@@ -413,19 +410,6 @@ class HostTable:
         return type(self), (*self.shape, self.dtype, name, self.host_tensor().clone())
 
 
-class _Keeper:
-    """Held by the table and by every view of its rows; when it goes, the memory does."""
-
-    def view_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` once more, as a tensor that holds this object."""
-        if not rows.numel():
-            return rows
-        with torch.inference_mode(False):
-            buffer = (ctypes.c_uint8 * (rows.numel() * rows.dtype.itemsize)).from_address(rows.data_ptr())
-            buffer.keeper = self  # type: ignore[attr-defined]
-            return torch.frombuffer(buffer, dtype=torch.uint8).view(rows.dtype).view(rows.shape)
-
-
 def _close(rows: HostRows, mover: Mover, device: Device, process: int) -> None:
     """Also at interpreter exit, so that a mapped file has its last rows; in a forked child nothing is touched."""
     if os.getpid() == process:
@@ -442,26 +426,3 @@ def _whole(name: str, value: object, minimum: int) -> None:
         )
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, not {value}")
-
-
-def _as_values(values: Any) -> torch.Tensor:
-    if isinstance(values, torch.Tensor):
-        return values.detach()
-    tensor = array_to_tensor(np.asarray(values))
-    if tensor is None:
-        raise ValueError(f"values must be numbers, not {values!r}")
-    return tensor
-
-
-def _fill(rows: torch.Tensor, init: Init) -> None:
-    if init is None or isinstance(init, str):
-        rows.zero_()
-    elif isinstance(init, (torch.Tensor, np.ndarray)):
-        source = _as_values(init)
-        if tuple(source.shape) != tuple(rows.shape):
-            raise ValueError(f"init must have shape {tuple(rows.shape)}, not {tuple(source.shape)}")
-        rows.copy_(source)
-    elif callable(init):
-        init(rows)
-    else:
-        raise TypeError(f"init must be None, 'zeros', a callable, a tensor or an array, not {init!r}")

@@ -118,6 +118,7 @@ def lazy(name: str, data: Any, **more: Any) -> torch.Tensor:
 # Parity
 
 
+@pytest.mark.slow  # torch loads its compiler at the first step
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_in_every_batch_are_trained_as_in_a_dense_embedding(device: Any, name: str) -> None:
     data = batches(every_row=True)
@@ -368,6 +369,7 @@ def test_updates_by_hand(device: Any) -> None:
 # State
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_count", ["row", "table"])
 @pytest.mark.parametrize("name", NINE)
 def test_resuming_from_a_checkpoint_is_as_going_on(tmp_path: Path, name: str, step_count: str) -> None:
@@ -390,6 +392,7 @@ def test_resuming_from_a_checkpoint_is_as_going_on(tmp_path: Path, name: str, st
         assert torch.equal(table.host_tensor(), straight_optimizer.tables[key].host_tensor()), key
 
 
+@pytest.mark.slow
 def test_resuming_an_optimizer_that_is_not_known(tmp_path: Path) -> None:
     data = batches(every_row=False, steps=8)
     straight, _ = trained("cpu", "NAdam", data)
@@ -441,6 +444,7 @@ def test_state_that_does_not_fit_changes_nothing() -> None:
     assert torch.equal(optimizer.tables["exp_avg"].host_tensor(), before)
 
 
+@pytest.mark.slow
 def test_state_in_mapped_files(tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"
     data = batches(every_row=False, steps=8)

@@ -282,6 +282,7 @@ def test_c6_a_mapped_or_pinned_table_that_goes_has_its_last_rows(make: Any, tmp_
 # Training
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_a_loop_with_rows_ahead_is_the_loop_without(make: Any, depth: int) -> None:
