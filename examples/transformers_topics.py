@@ -43,7 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            max_steps=40,
+            max_steps=25,
             per_device_train_batch_size=16,
             learning_rate=5e-3,
             report_to=[],

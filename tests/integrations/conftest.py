@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integrations.support import run_two_ranks
+
+
+@pytest.fixture(autouse=True)
+def one_thread_of_torchs() -> Iterator[None]:
+    """Tensors here are tiny; threads that wait for each other are all that they would cost."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

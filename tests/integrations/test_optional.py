@@ -27,12 +27,12 @@ def import_anew(module: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_framework_that_is_absent(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = MODULES[module]
+    package, real = MODULES[module], metadata.version
 
     def version(name: str) -> str:
         if name == package:
             raise metadata.PackageNotFoundError(name)
-        return RANGES[name][0]
+        return real(name)
 
     monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(ImportError, match=rf"is not installed: pip install 'prefetchpipe\[{package}\]'"):
@@ -42,9 +42,9 @@ def test_a_framework_that_is_absent(module: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("place", ["below", "above"])
 def test_a_version_that_is_not_served(module: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    low, below = RANGES[MODULES[module]]
+    (low, below), real = RANGES[MODULES[module]], metadata.version
     found = "0.1.5" if place == "below" else f"{below}.0.0rc1"
-    monkeypatch.setattr(metadata, "version", lambda name: found if name == MODULES[module] else RANGES[name][0])
+    monkeypatch.setattr(metadata, "version", lambda name: found if name == MODULES[module] else real(name))
     with pytest.raises(ImportError, match=rf"works with {MODULES[module]}>={low},<{below}, and {found} is installed"):
         import_anew(module, monkeypatch)
 

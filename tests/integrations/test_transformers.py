@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,16 +113,23 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
+def trained(cls: type[Any], folder: Path, **options: Any) -> Any:
+    trainer = make_trainer(cls, folder, **options)
+    trainer.train()
+    return outcome(trainer)
+
+
+@functools.cache
+def without(scenario: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(Trainer, Path(folder), **SCENARIOS[scenario])
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("fetch", ["auto", "thread"])
 def test_training_is_the_same(tmp_path: Path, scenario: str, fetch: str) -> None:
-    def run(cls: type[Any]) -> Any:
-        trainer = make_trainer(cls, tmp_path, **SCENARIOS[scenario])
-        trainer.train()
-        return outcome(trainer)
-
-    expected = run(Trainer)
-    assert run(prefetching(fetch)) == expected
+    expected = without(scenario)
+    assert trained(prefetching(fetch), tmp_path, **SCENARIOS[scenario]) == expected
     assert sum("loss" in log for log in expected["logs"]) >= 5
 
 
@@ -144,7 +153,7 @@ def test_evaluate_and_predict(tmp_path: Path, depth: int) -> None:
 @pytest.mark.parametrize("fetch", ["auto", "thread"])
 @pytest.mark.filterwarnings("ignore:.*weights_only")
 def test_resumes_in_the_middle_of_an_epoch(tmp_path: Path, fetch: str) -> None:
-    options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
 
     def run(cls: type[Any], folder: Path) -> Any:
         first = make_trainer(cls, folder, **options)
@@ -170,14 +179,9 @@ def test_resumes_in_the_middle_of_an_epoch(tmp_path: Path, fetch: str) -> None:
 
 @pytest.mark.slow
 def test_workers_that_persist_serve_every_evaluation(tmp_path: Path) -> None:
-    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 4}
-
-    def run(cls: type[Any]) -> Any:
-        trainer = make_trainer(cls, tmp_path, eval_strategy="steps", eval_steps=2, **options)
-        trainer.train()
-        return outcome(trainer)
-
-    assert run(prefetching("auto")) == run(Trainer)
+    options: dict[str, Any] = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 4}
+    options |= {"eval_strategy": "steps", "eval_steps": 2}
+    assert trained(prefetching("auto"), tmp_path, **options) == trained(Trainer, tmp_path, **options)
 
 
 def test_the_one_line(tmp_path: Path) -> None:
