@@ -186,6 +186,7 @@ class GPUPrefetcher:
     def __iter__(self) -> Iterator[Any]:
         """Start a pass. ``iter(loader)`` is called here, in the calling thread; nothing is pulled yet."""
         shared = self._shared
+        kind = RangedProducer if ranges.are_on() else Producer
         older = list(self._passes)
         for producer in older:
             if producer.has_dead_worker():
@@ -197,7 +198,7 @@ class GPUPrefetcher:
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
         if same and same[-1].attach():
             return _Pass(self, same[-1], self._static)  # one iterator: all passes over it share what it gives
-        producer = (RangedProducer if ranges.are_on() else Producer)(shared, source)
+        producer = kind(shared, source)
         if same and not rewound:
             producer.follow(same[-1])
         else:
