@@ -223,6 +223,7 @@ class GPUPrefetcher:
 
     def _start_pass(self, source: Any = None) -> Producer:
         shared = self._shared
+        kind = RangedProducer if ranges.are_on() else Producer
         older = list(self._passes)
         for producer in older:
             if producer.has_dead_worker():
@@ -234,7 +235,7 @@ class GPUPrefetcher:
         same = [p for p in older if p.source is source and not torchloader.has_workers(source)]
         if same and same[-1].attach():
             return same[-1]  # one iterator: all passes over it share what it gives
-        producer = (RangedProducer if ranges.are_on() else Producer)(shared, source)
+        producer = kind(shared, source)
         if same and not rewound:
             producer.follow(same[-1])
         else:

@@ -11,14 +11,27 @@ if TYPE_CHECKING:
 __all__ = ["Bottleneck", "Verdict", "judge", "size", "time"]
 
 Bottleneck = Literal[
-    "unknown", "none", "device", "loader", "gil", "start", "packing", "transform", "link", "pinned", "memory", "tiny"
+    "unknown",
+    "none",
+    "device",
+    "loader",
+    "uneven",
+    "gil",
+    "start",
+    "packing",
+    "transform",
+    "link",
+    "pinned",
+    "memory",
+    "tiny",
 ]
 """What a loop waits for.
 
 ``unknown``: too few batches. ``none``: it does not wait. ``device``: the device computes all the time. ``loader``:
-``next(loader)``. ``gil``: the loader's Python keeps the loop from running. ``start``: what every pass begins with.
-``packing``: into pinned memory. ``transform``: the host's part of it. ``link``: the copies. ``pinned``: page-locked
-memory was refused. ``memory``: the device is full. ``tiny``: so small that handing a batch over is all there is.
+``next(loader)``. ``uneven``: single late batches. ``gil``: the loader's Python keeps the loop from running.
+``start``: what every pass begins with. ``packing``: into pinned memory. ``transform``: the host's part of it.
+``link``: the copies. ``pinned``: page-locked memory was refused. ``memory``: the device is full. ``tiny``: so small
+that handing a batch over is all there is.
 """
 
 _FEWEST_BATCHES = 8
@@ -29,6 +42,9 @@ _BUSY_SHARE = 0.7
 """A copy engine that is busy for this much of a loop that waits is what it waits for."""
 
 _FEWEST_PASSES = 2
+_FITTING_SHARE = 0.7
+"""A producer's thread that is busy for less of the loop's time is fast enough on average."""
+
 _START_SHARE = 0.5
 _PAGEABLE_SHARE = 0.05
 _HANDOVER_SHARE = 0.2
@@ -194,6 +210,13 @@ def _largest(stats: Stats, batch: _Batch) -> Verdict:
         "transform": batch.transform,
         "device": batch.device_wait,
     }
+    busy = sum(costs.values()) + batch.slot_wait
+    if stats.path == "thread" and busy < _FITTING_SHARE * batch.step:
+        return Verdict(
+            "uneven",
+            f"Uneven: loading and packing take {time(busy)} a batch on average, which fits behind the loop's work, but "
+            f"some batches come late ({waits}); a larger depth (now {stats.depth}) evens that out.",
+        )
     largest = max(costs, key=costs.__getitem__)
     if largest == "loader":
         return Verdict(

@@ -51,6 +51,11 @@ class Probe:
         self.nbytes = 0
         self.all_bytes = 0
 
+    def reset(self) -> None:
+        """Ready for another batch; its events have passed."""
+        self.last = self.start
+        self.nbytes = self.all_bytes = 0
+
     def begin(self, stream: Stream) -> None:
         """Before the first copy, on its stream."""
         self.begun = self._clock()
@@ -93,6 +98,7 @@ class CopyTimer:
         self._counters = counters
         self._copies = 0
         self._pending: deque[Probe] = deque()
+        self._free: list[Probe] = []
         # Passes launch in several threads, stats() reads in any; reentrant, since the collector may call in here.
         self._lock = threading.RLock()
 
@@ -105,6 +111,9 @@ class CopyTimer:
             self.collect()
             if len(self._pending) >= _MOST_PENDING:
                 return None
+            with self._lock:
+                if self._free:
+                    return self._free.pop()
         return Probe(self._device, self._counters.clock)
 
     def launched(self, probe: Probe) -> None:
@@ -116,7 +125,10 @@ class CopyTimer:
         """Add up the measurements that have come in; our calls must be legal beside graph captures here."""
         with self._lock:
             while self._pending and self._device.query(self._pending[0].done):
-                self.count(self._pending.popleft())
+                probe = self._pending.popleft()
+                self.count(probe)
+                probe.reset()
+                self._free.append(probe)
 
     def count(self, probe: Probe) -> None:
         """Add one measurement; its events have passed."""

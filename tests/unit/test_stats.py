@@ -172,6 +172,22 @@ def test_some_copies_are_measured_on_the_device(fetch: str) -> None:
     assert stats.copy_seconds == pytest.approx(stats.timed_seconds * 100 / 18)
 
 
+def test_timing_events_are_used_again() -> None:
+    made = []
+
+    class Counting(SimulatedDevice):
+        def new_timing_event(self) -> Any:
+            made.append(1)
+            return super().new_timing_event()
+
+    device = Counting()
+    prefetcher = GPUPrefetcher(batches(200), device, fetch="caller")
+    for _ in prefetcher:
+        device.synchronize()
+    assert prefetcher.stats().timed_copies == 15 + 9
+    assert len(made) == 2
+
+
 def test_stats_waits_for_no_copy() -> None:
     device = SimulatedDevice(bandwidth=10.0)  # 1000 seconds a batch
     prefetcher = GPUPrefetcher(batches(4), device, fetch="caller")

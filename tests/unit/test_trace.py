@@ -257,5 +257,13 @@ def test_the_devices_profiler_sees_ranges_too() -> None:
 
 def test_a_wrong_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFETCHPIPE_RANGES", "yes")
+    started = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            started.append(1)
+            return iter(batches())
+
     with pytest.raises(ValueError, match="PREFETCHPIPE_RANGES must be 0 or 1, not 'yes'"):
-        iter(GPUPrefetcher(batches(), "cpu"))
+        iter(GPUPrefetcher(Loader(), "cpu"))
+    assert started == []

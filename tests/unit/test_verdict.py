@@ -18,7 +18,7 @@ from prefetchpipe.pipeline import gil, shared, staging, transfer
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.stats import measure_limits
 from prefetchpipe.testing import SimulatedDevice
-from tests.clock import Clock, stalling, timed
+from tests.clock import Clock, ThreadsClock, stalling, timed
 from tests.support import TIMEOUT
 
 BATCHES = 20
@@ -135,6 +135,38 @@ def test_a_slow_loader_in_the_callers_thread() -> None:
     assert stats.bottleneck == "loader"
     assert "next(loader) takes 8 ms a batch (the loop waits 8 ms of each 10 ms step, 80%)" in stats.verdict
     assert "DataLoader with num_workers=" in stats.verdict
+
+
+def test_a_loader_that_is_late_now_and_then() -> None:
+    count, late = 30, range(0, 30, 8)
+    clock = ThreadsClock()
+    asked = [threading.Event() for _ in range(count + 2)]
+    # Reads by the consumer when it waits for a late batch: two a batch before, two more for each that was late.
+    stalls = {number: 2 + 2 * number + 2 * len(range(0, number, 8)) + 2 for number in late}
+
+    def loader() -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(batches(count)):
+            asked[number].set()
+            if number in late:
+                clock.wait_for_reads(stalls[number])
+                clock.advance(20 * MS)
+            yield batch
+        for event in asked:
+            event.set()
+
+    clock.before_read = lambda reads: clock.advance(20 * MS) if reads in stalls.values() else None
+    numbers = iter(range(count))
+
+    def body(batch: torch.Tensor) -> None:
+        number = next(numbers)
+        assert number + 1 in late or asked[number + 2].wait(TIMEOUT)
+        clock.advance(10 * MS)
+
+    stats = run(timed(loader(), clock, fetch="thread"), body)
+    assert stats.bottleneck == "uneven"
+    assert "loading and packing take 2.22 ms a batch on average" in stats.verdict
+    assert "some batches come late (the loop waits 2.22 ms of each 12.2 ms step, 18%)" in stats.verdict
+    assert "a larger depth (now 2)" in stats.verdict
 
 
 def test_a_slow_data_set_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
