@@ -170,7 +170,8 @@ def _headline(found: dict[str, list[Crossover]], largest: int) -> str:
         names = [name for name, crossover in by_op.items() if crossover.kind == kind]
         if names:
             said.append(f"{words}: {', '.join(names)}")
-    return f"{subject}: {'; '.join(part for part in said if part)}"
+    parts = [part for part in said if part]
+    return f"{subject}: {'; '.join(parts)}" if parts else "Time of one call over size; there is nothing to compare with"
 
 
 def _where(result: dict[str, Any]) -> str:

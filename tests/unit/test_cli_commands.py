@@ -97,6 +97,21 @@ class TestBreakeven:
         for name in ("multiply", "matmul", "reduce", "mlp", "torch CPU against NumPy", "Not measured: torch GPU"):
             assert name in result.stdout
 
+    def test_the_headline_says_what_is_worth_it(self):
+        from prefetchpipe.cli.breakeven import _headline
+        from prefetchpipe.cli.measure.crossover import Crossover
+
+        def found(*kinds):
+            return [Crossover("a", "b", kind, 70.0 if kind == "at" else None) for kind in kinds]
+
+        gpu = {"multiply": found("at", "at", "at"), "reduce": found("at", "at", "not reached")}
+        assert _headline(gpu, 2048) == (
+            "The GPU, copies included, is faster than the CPU: multiply from n = 70; not up to n = 2048: reduce"
+        )
+        cpu = {"multiply": found("from the start", "not measured", "not measured")}
+        assert _headline(cpu, 8) == "torch on the CPU is faster than NumPy: at every size: multiply"
+        assert "nothing to compare" in _headline({"mlp": found(*["not measured"] * 3)}, 8)
+
     @pytest.mark.slow
     def test_json_file_and_back(self, folder):
         found = document("breakeven", *QUICK, "--ops", "reduce", "--no-chart", "--out", "a.json")

@@ -82,7 +82,7 @@ def _panel(panel: Any, curves: Sequence[Curve], found: Sequence[Crossover], name
             color=_COLOURS[crossover.faster],
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
-    if not inside:
+    if not inside and len(curves) > 1:
         panel.text(
             0.02, 0.99, "no crossover in this range", transform=panel.transAxes, fontsize=8.5, va="top", color=GREY
         )
