@@ -15,6 +15,7 @@ _MEMORY = "tests/cases/test_memory.py::"
 _INTEGRATIONS = "tests/integrations/test_ordering.py::"
 _STATS = "tests/unit/test_stats.py::"
 _TRACE = "tests/unit/test_trace.py::"
+_WORKERS = "tests/unit/test_worker_slots.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,18 @@ def _ordering(*names: str) -> tuple[str, ...]:
     return tuple(_ORDERING + name for name in names)
 
 
+def _workers(*names: str) -> tuple[str, ...]:
+    return tuple(_WORKERS + name for name in names)
+
+
 TRANSFER = "pipeline/transfer.py"
 PRODUCER = "pipeline/producer.py"
 STAGING = "pipeline/staging.py"
 RING = "memory/ring.py"
 PREFETCHER = "prefetcher.py"
 SHARED = "pipeline/shared.py"
+COLLATE = "pipeline/collate.py"
+WORKERS = "pipeline/workers.py"
 STAND_IN = "integrations/_standin.py"
 
 TABLE = "tables/table.py"
@@ -187,8 +194,8 @@ MUTANTS = (
     Mutant(
         "tensors are forgotten before their use is recorded",
         TRANSFER,
-        "ticket.uses = uses",
-        "ticket.uses = uses[:0]",
+        "        ticket.uses = uses\n",
+        "        ticket.uses = uses[:0]\n",
         4,
         _ordering("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
     ),
@@ -443,8 +450,8 @@ MUTANTS = (
     Mutant(
         "the state is a reference to what the loader goes on writing to",
         SHARED,
-        "_copied(self.loader.state_dict())",
-        "self.loader.state_dict()",
+        "_copied(self.twins.state_owner().state_dict())",
+        "self.twins.state_owner().state_dict()",
         11,
         _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
     ),
@@ -661,5 +668,145 @@ MUTANTS = (
         "rates",
         3,
         (_STATS + "test_limits_are_measured_when_asked_for_and_remembered",),
+    ),
+    # Worker processes
+    Mutant(
+        "memory of a worker's batch is forgotten before its use is recorded",
+        TRANSFER,
+        "ticket.uses = uses + memory if device.staged else uses",
+        "ticket.uses = uses",
+        4,
+        _workers("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
+    ),
+    Mutant(
+        "a worker's slot is given back before its copy has passed",
+        TRANSFER,
+        "            if not self._device.query(event):\n                if not self._lent[-1]",
+        "            if False:\n                if not self._lent[-1]",
+        6,
+        _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
+    ),
+    Mutant(
+        "a worker's slot that is wanted is not waited for",
+        TRANSFER,
+        "                    return\n                self._device.synchronize(event)\n",
+        "                    return\n",
+        6,
+        _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
+    ),
+    Mutant(
+        "the event of a copy out of a worker's slot is not recorded",
+        TRANSFER,
+        "            device.record(event, stream)\n            slot.count(1)",
+        "            slot.count(1)",
+        6,
+        _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
+    ),
+    Mutant(
+        "the batch keeps the slot that is under copy, and gives it back as it goes",
+        TRANSFER,
+        "self._lent.append((event, batch.take_slot()))",
+        "self._lent.append((event, batch.slot))",
+        6,
+        _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
+    ),
+    Mutant(
+        "the last slots of a pass are given back under copy",
+        TRANSFER,
+        "            self._device.synchronize(event)  # contract 6\n            self._return(event, slot)",
+        "            self._return(event, slot)",
+        6,
+        _workers(
+            "test_c6_the_last_slots_wait_for_their_copies_at_the_end_of_a_pass",
+            "test_c6_slots_of_closed_workers_stay_until_their_copies_have_passed",
+        ),
+    ),
+    Mutant(
+        "no slot is given back while a worker is waited for",
+        PRODUCER,
+        "            self.transfer.return_slots()\n",
+        "",
+        6,
+        _workers("test_c6_no_worker_waits_for_slots_that_are_kept_while_its_batch_is_waited_for"),
+    ),
+    Mutant(
+        "more slots are kept than were promised",
+        WORKERS,
+        "table.under_way.get(self._worker, 0) > table.kept.get(self._worker, 0)",
+        "False",
+        6,
+        _workers("test_c6_no_worker_waits_for_slots_that_are_kept_while_its_batch_is_waited_for"),
+    ),
+    Mutant(
+        "a slot is not marked busy",
+        COLLATE,
+        "slot.segment.flags[STATE] = BUSY",
+        "pass",
+        6,
+        _workers("test_c6_a_slot_is_busy_from_the_packing_to_the_copy"),
+    ),
+    Mutant(
+        "a worker takes a slot that is busy",
+        COLLATE,
+        "return self.segment is None or self.segment.flags[STATE] == FREE",
+        "return True",
+        6,
+        _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
+    ),
+    Mutant(
+        "a slot is unregistered under copy",
+        WORKERS,
+        "if not self._is_retired or self._is_lent:",
+        "if not self._is_retired:",
+        6,
+        _workers("test_c6_slots_of_closed_workers_stay_until_their_copies_have_passed"),
+    ),
+    Mutant(
+        "a slot that cannot be registered is given back before it is copied out",
+        WORKERS,
+        "        leaves: list[Any] = [None] * self.count\n",
+        "        leaves: list[Any] = [None] * self.count\n        self.slot.tensor.fill_(0)\n",
+        6,
+        _workers("test_c15_registration_refused_copies_out_of_the_slot_first"),
+    ),
+    Mutant(
+        "a batch that is dropped keeps its slot",
+        WORKERS,
+        "            with suppress(Exception):\n                slot.give_back()",
+        "            pass",
+        6,
+        _workers("test_c6_a_batch_that_is_dropped_unsent_gives_its_slot_back"),
+    ),
+    Mutant(
+        "a batch that cannot be read keeps its slot",
+        WORKERS,
+        "        except BaseException:\n            slot.give_back()\n            raise",
+        "        except BaseException:\n            raise",
+        6,
+        _workers("test_c7_a_batch_that_cannot_be_read_loses_no_slot_and_no_plan"),
+    ),
+    Mutant(
+        "the parent is not told of slots that are gone",
+        COLLATE,
+        "        dropped = tuple(other.number for other in self._slots if other.is_dropped())",
+        "        dropped = ()",
+        14,
+        _workers("test_c14_one_large_slot_takes_the_place_of_several_small_ones"),
+    ),
+    Mutant(
+        "a retired segment goes with the collector only",
+        WORKERS,
+        "        self.views.replace(None)  #",
+        "        #",
+        14,
+        _workers("test_c14_retired_memory_goes_without_the_collector"),
+    ),
+    Mutant(
+        "plans are forgotten by the worker alone",
+        WORKERS,
+        "                plans.clear()",
+        "                pass",
+        14,
+        _workers("test_plans_are_forgotten_on_both_sides_together"),
     ),
 )

@@ -22,7 +22,7 @@ from tests.mutants.mutants import Mutant
 MUTANTS = (*mutants.MUTANTS, *two_ways.MUTANTS)
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 2
-SECONDS = 60
+SECONDS = 90
 NOT_THE_COPY = 90
 
 # The package is imported before pytest, which puts its root in front of the path as well.

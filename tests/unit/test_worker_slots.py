@@ -9,23 +9,20 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.device.cpu import cpu_device
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.pipeline import collate as collate_module
-from prefetchpipe.pipeline.collate import BUSY, FREE, STATE, WorkerCollate
-from prefetchpipe.pipeline.workers import SlotTable, WorkerBatch, receive
+from prefetchpipe.pipeline.collate import FREE, STATE
+from prefetchpipe.pipeline.workers import WorkerBatch
 from prefetchpipe.testing import SimulatedDevice
+from tests.packed import Workers
 from tests.support import Readings, constants, settle
 
 SLOW = 1e6
@@ -44,58 +41,25 @@ def filled(index: int, length: int = ROW) -> torch.Tensor:
     return torch.full((length,), float(index + 1))
 
 
-class Workers:
-    """A loader whose batches come packed, as from a worker process with `prefetch_factor=2`."""
-
-    def __init__(
-        self,
-        device: Any,
-        samples: Sequence[Any],
-        *,
-        slots: int = 3,
-        ahead: int = 2,
-        limit: int | None = None,
-        inner: Any = default_collate,
-        poison: bool = False,
-        pinned_limit: int | None = None,
-    ) -> None:
-        self.memory = PinnedMemory(device, pinned_limit)
-        self.table = SlotTable(device, self.memory, poison=poison)
-        self.samples = samples
-        options = {"control": self.table.control, "slots": slots, "ahead": ahead, "limit": limit}
-        self.collate = WorkerCollate(inner, self.table.token, receive, **options)
-        self.ways: list[str] = []
-
-    def message(self, sample: Any) -> bytes:
-        """One batch as it crosses the queue."""
-        sent = self.collate([sample])
-        self.ways.append("packed" if type(sent).__name__ == "_Sent" else "plain")
-        return bytes(ForkingPickler.dumps(sent))
-
-    def __iter__(self) -> Iterator[Any]:
-        messages = (self.message(sample) for sample in self.samples)
-        ready = [next(messages)]  # the worker makes its next batch while the last one is on its way
-        for message in messages:
-            yield pickle.loads(ready.pop())
-            ready.append(message)
-        yield pickle.loads(ready.pop())
-
-    @property
-    def worker_slots(self) -> Any:
-        packer = self.collate._packer
-        assert packer is not None
-        return packer._slots
-
-    def busy(self) -> int:
-        return sum(slot.segment is not None and slot.segment.flags[STATE] == BUSY for slot in self.worker_slots)
-
-
 def read_all(device: SimulatedDevice, prefetcher: Any, count: int) -> list[tuple[float, float]]:
     readings = Readings(device, count)
     for index, batch in enumerate(prefetcher):
         readings.queue(index, batch)
         del batch
     return readings.values()
+
+
+# Contract 4: device memory is kept until the consumer's stream has passed its last use
+
+
+def test_c4_memory_is_kept_for_the_consumers_late_kernel(fetch: str) -> None:
+    device = SimulatedDevice()
+    workers = Workers(device, [filled(i) for i in range(8)])
+    readings = Readings(device, 8)
+    for index, batch in enumerate(GPUPrefetcher(workers, device, fetch=fetch)):
+        readings.queue(index, batch, seconds=0.01)
+        del batch
+    assert readings.values() == constants(range(1, 9))
 
 
 # Contract 6: a slot is written again only when the copies out of it have passed
