@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,7 +98,8 @@ def _record(
     depth: int,
     transform: Callable[[Any], Any] | None,
 ) -> Any:
-    record_trace = importlib.import_module("prefetchpipe.trace").record_trace
+    from prefetchpipe.trace import record_trace
+
     taken = 0
     with progress("recording", batches) as advance:
 
