@@ -1,17 +1,20 @@
 """Each mutant of the package is caught by the tests that it names.
 
-Every one runs in a process of its own on a copy of package and tests, two at a time.
+Every one runs in a fork of its own on a copy of package and tests, two at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -25,16 +28,52 @@ AT_ONCE = 2
 SECONDS = 90
 NOT_THE_COPY = 90
 
-# The package is imported before pytest, which puts its root in front of the path as well.
-SCRIPT = f"""
-import sys
-sys.path.insert(0, ".")
-import prefetchpipe
-if not prefetchpipe.__file__.startswith(sys.argv[1]):
-    print(prefetchpipe.__file__)
-    sys.exit({NOT_THE_COPY})
-import pytest
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", "--timeout=20", *sys.argv[2:]]))
+# Started once for each of the two at a time. It imports what takes long, and forks for every mutant; the package itself
+# is imported in the fork, before pytest, which puts its root in front of the path as well.
+ZYGOTE = f"""
+import json, os, signal, sys, time, traceback
+import numpy, pytest, torch, torch.utils.data
+
+def run(folder, tests):
+    os.setsid()
+    os.chdir(folder)
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.path.insert(0, folder)
+    import prefetchpipe
+    if not prefetchpipe.__file__.startswith(folder):
+        print(prefetchpipe.__file__)
+        return {NOT_THE_COPY}
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", "--timeout=20", *tests]))
+
+for line in sys.stdin:
+    folder, tests = json.loads(line)
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = run(folder, tests)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + {SECONDS}
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            status = None
+            break
+        time.sleep(0.01)
+    print("done", -1 if status is None else os.waitstatus_to_exitcode(status), file=sys.__stdout__, flush=True)
 """
 
 CONTROL = "nothing is removed"
@@ -56,7 +95,32 @@ def mutated(find: str, replace: str, text: str) -> str:
     return text.replace(find, replace)
 
 
-def run(mutant: Mutant | None, folder: Path) -> Outcome:
+class Zygote:
+    """A process that runs one mutant after the other, each in a fork."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ZYGOTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, folder: Path, tests: Sequence[str]) -> Outcome:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([str(folder), list(tests)]) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline().split()
+        output = folder / "output.txt"
+        code = int(answer[1]) if answer else -2
+        return Outcome(code, output.read_text() if output.exists() else f"the process that forks ended: {answer}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with self._process:
+            self._process.stdin.close()
+
+
+def run(mutant: Mutant | None, folder: Path, zygotes: SimpleQueue[Zygote]) -> Outcome:
     ignore = shutil.ignore_patterns("__pycache__", ".*")
     for name in ("prefetchpipe", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
@@ -65,33 +129,31 @@ def run(mutant: Mutant | None, folder: Path) -> Outcome:
         path = folder / "prefetchpipe" / mutant.file
         path.write_text(mutated(mutant.find, mutant.replace, path.read_text()))
     tests = sorted({test for m in MUTANTS for test in m.tests}) if mutant is None else mutant.tests
+    zygote = zygotes.get()
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(folder), *tests],
-            cwd=folder,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired as expired:
-        return Outcome(-1, f"{expired}\n{expired.stdout!r}")
-    return Outcome(done.returncode, done.stdout + done.stderr)
+        return zygote.run(folder, tests)
+    finally:
+        zygotes.put(zygote)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One future for each mutant that is to be tested; they run ahead of the tests that look at them."""
     names = {item.callspec.params["name"] for item in request.session.items if "outcomes" in item.fixturenames}
+    zygotes: SimpleQueue[Zygote] = SimpleQueue()
+    started = [Zygote() for _ in range(AT_ONCE)]
+    for zygote in started:
+        zygotes.put(zygote)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         futures: dict[str, Future[Outcome]] = {}
         for mutant in (None, *MUTANTS):
             name = CONTROL if mutant is None else mutant.name
             if name in names:
-                futures[name] = pool.submit(run, mutant, tmp_path_factory.mktemp("mutant"))
+                futures[name] = pool.submit(run, mutant, tmp_path_factory.mktemp("mutant"), zygotes)
         yield futures
         pool.shutdown(cancel_futures=True)
+    for zygote in started:
+        zygote.close()
 
 
 @pytest.mark.slow
