@@ -50,6 +50,7 @@ def main() -> None:
         "transformers": {"plain": train(Trainer), "prefetched": train(prefetching("thread"))},
     }
     Path(os.environ["RESULT"]).write_text(json.dumps(result))
+    torch.distributed.barrier()
     PartialState().destroy_process_group()
 
 
