@@ -664,6 +664,30 @@ def test_c9_a_source_of_our_own_making_is_closed_with_its_pass(run: Run, device:
     run(main)
 
 
+@pytest.mark.parametrize("way", ["break", "aclosing"])
+def test_c9_leaving_a_source_that_gives_nothing_more(run: Run, way: str) -> None:
+    async def main() -> None:
+        asked_again = anyio.Event()
+
+        class Silent:
+            async def __aiter__(self) -> AsyncIterator[torch.Tensor]:
+                yield filled(0)
+                asked_again.set()
+                await anyio.sleep_forever()
+
+        if way == "break":
+            async for _ in GPUPrefetcher(Silent(), "cpu"):
+                await asked_again.wait()
+                break
+        else:
+            async with aclosing(aiter(GPUPrefetcher(Silent(), "cpu"))) as iterator:
+                await anext(iterator)
+                await asked_again.wait()
+        assert await anyio.to_thread.run_sync(join_ours) == set()
+
+    run(main)
+
+
 def test_c9_break_waits_for_no_loader(run: Run) -> None:
     """The producer is inside the loader, which does not come back before the loop goes on."""
     entered, may_go_on = threading.Event(), threading.Event()

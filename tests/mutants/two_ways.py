@@ -196,7 +196,7 @@ MUTANTS = (
         "producer.on_leave = self._source.leave",
         "pass",
         9,
-        _async("test_c9_nothing_stays_behind[asyncio-cpu-break-async iterable]"),
+        _async("test_c9_leaving_a_source_that_gives_nothing_more[asyncio-break]"),
     ),
     Mutant(
         "a source of our own making is not closed",
