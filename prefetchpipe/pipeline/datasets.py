@@ -35,6 +35,9 @@ _WORTH_BYTES = 64 << 10
 
 _SMALL_SAMPLE_BYTES = 4 << 10
 
+_PLAIN_DIMENSIONS = 3
+"""Samples of more dimensions may be stacked in a memory format of their own (channels last)."""
+
 
 def in_memory_source(loader: Any, iterator: Any) -> Any:
     """``iterator``, or one that yields the same batches with rows in place of the large tensors.
@@ -222,17 +225,24 @@ def collate(samples: Any, *, worth: int = _WORTH_BYTES) -> Any:  # noqa: PLR0911
     if set(map(type, samples)) != {kind}:
         return torch_collate(samples)
     if kind is torch.Tensor:
-        return _stacked(samples, samples, worth)
+        return _rows(samples, samples, worth)
     if kind is np.ndarray and samples[0].ndim and samples[0].dtype.kind in "biufc":
         tensors = [array_to_tensor(sample) for sample in samples]
         if all(tensor is not None for tensor in tensors):
-            return _stacked(tensors, samples, worth)
+            return _rows(tensors, samples, worth)
         return torch_collate(samples)
     if kind in (tuple, list) and len({len(sample) for sample in samples}) == 1:
         return [collate(column, worth=worth) for column in zip(*samples, strict=True)]
     if kind is dict:
         return {key: collate([sample[key] for sample in samples], worth=worth) for key in samples[0]}
     return torch_collate(samples)
+
+
+def _rows(tensors: Sequence[Any], samples: Any, worth: int) -> Any:
+    first = tensors[0]
+    if first.dim() > _PLAIN_DIMENSIONS and not first.is_contiguous():
+        return torch_collate(samples)  # it keeps such a format in this process, and does not in a worker
+    return _stacked(tensors, samples, worth)
 
 
 def _stacked(tensors: Sequence[Any], samples: Any, worth: int) -> Any:

@@ -11,6 +11,7 @@ import itertools
 import os
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -32,10 +33,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
+from prefetchpipe.pipeline.twins import Twins
 from prefetchpipe.testing import SimulatedDevice
 from tests.cases import test_types
 from tests.described import described
-from tests.support import Surroundings, is_simulated, settle
+from tests.support import TIMEOUT, Surroundings, Thread, is_simulated, settle
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
@@ -665,3 +667,18 @@ def test_c11_a_live_pass_goes_on_when_a_state_is_loaded_for_the_next_one() -> No
     expected = run(stateful())
     with GPUPrefetcher(stateful(), "cpu") as prefetcher:
         assert run(prefetcher) == expected
+
+
+def test_c1_two_threads_start_passes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own workers and slots, whichever of them is the newest."""
+    both = threading.Barrier(2, timeout=TIMEOUT)
+    bind = Twins.bind
+
+    def bound(self: Any, source: Any, iterable: Any) -> None:
+        both.wait()
+        bind(self, source, iterable)
+
+    monkeypatch.setattr(Twins, "bind", bound)
+    with GPUPrefetcher(DataLoader(Range(8), batch_size=1, num_workers=1), "cpu") as prefetcher:
+        threads = [Thread(lambda: [int(batch["i"]) for batch in prefetcher]) for _ in range(2)]
+        assert [thread.result() for thread in threads] == [list(range(8))] * 2

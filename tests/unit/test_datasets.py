@@ -148,6 +148,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "namedtuple": lambda i: Point(torch.full((2000,), i), i),
     "transposed": lambda i: torch.arange(2400).reshape(40, 60).t() + i,
     "expanded": lambda i: torch.tensor(i).expand(2000),
+    "channels_last": lambda i: torch.full((2, 3, 20, 20), float(i)).to(memory_format=torch.channels_last),
     "bfloat16": lambda i: torch.full((2000,), i, dtype=torch.bfloat16),
     "empty": lambda _: torch.empty(0, 4),
 }
