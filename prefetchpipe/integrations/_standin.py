@@ -68,6 +68,9 @@ class StandIn(GPUPrefetcher):
         device = self._shared.device
         return _HandedOutLate(batches, device) if self._hands_out_late and device.staged else batches
 
+    def _state_dict(self) -> Any:
+        return self.wrapped.state_dict() if self._is_retired and self._shared.state is None else super()._state_dict()
+
     def retire(self, *, keep_state: bool) -> None:
         """End every pass and step aside: batches are the loader's own from now on, on the host.
 

@@ -55,6 +55,7 @@ class WorkerCollate:
         slots: Most slots a worker may have.
         ahead: Of these, how many it may need for batches that it has ready.
         limit: Most bytes of slots a worker may have; None: no limit.
+        keep_arrays: NumPy arrays in a batch stay arrays, as in :class:`prefetchpipe.batch.tree.WalkCache`.
         anonymous: See :meth:`prefetchpipe.memory.shared.Segment.create`.
     """
 
@@ -68,6 +69,7 @@ class WorkerCollate:
         slots: int,
         ahead: int,
         limit: int | None,
+        keep_arrays: bool = False,
         anonymous: bool = True,
     ) -> None:
         self.inner = inner
@@ -77,6 +79,7 @@ class WorkerCollate:
         self.slots = slots
         self.ahead = ahead
         self.limit = limit
+        self.keep_arrays = keep_arrays
         self.anonymous = anonymous
         self._packer: _Packer | None = None
 
@@ -199,7 +202,7 @@ class _Packer:
         self._options = options
         self._stacks = options.inner is default_collate
         self._plans = PlanCache(cpu_device())
-        self._walk = WalkCache()
+        self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._slots: list[_WorkerSlot] = []
         self._largest = 0
         self._promised = 0

@@ -49,6 +49,7 @@ class Twins:
         self._counters = counters
         self._lock = threading.RLock()  # two threads may start passes; the collector may end one in here
         self._twin: Any = None  # the newest one
+        self._iterated: Any = None  # what the newest pass iterates over: a twin, or the user's own loader
         self._table: SlotTable | None = None
         self._has_warned = False
 
@@ -62,7 +63,13 @@ class Twins:
                 warnings.warn(
                     f"workers='shared' is not possible: {why}; batches go the plain way", PrefetchWarning, stacklevel=4
                 )
-            return self._loader
+            self._iterated = self._loader
+        else:
+            self._iterated = self._next_twin()
+        return self._iterated
+
+    def _next_twin(self) -> Any:
+        """The twin that the next pass iterates over."""
         loader = self._loader
         with self._lock:
             keeps = loader.persistent_workers or getattr(self._twin, "_initial_iter_for_state_dict", False)
@@ -86,11 +93,12 @@ class Twins:
 
     def state_owner(self) -> Any:
         """Whose ``state_dict()`` speaks of the batches."""
-        if not hasattr(self._loader, "next_iter_state") or self._refusal():
-            return self._loader
-        if self._twin is None and self._loader.next_iter_state is None:
-            self._make()
-        return self._loader if self._twin is None else self._twin
+        loader = self._loader
+        if not hasattr(loader, "next_iter_state"):
+            return loader
+        if self._iterated is not None and loader.next_iter_state is None:
+            return self._iterated  # asking anybody else would start workers, and draw a seed for them
+        return loader if self._refusal() else self._next_twin()
 
     def retire(self, source: Any) -> None:
         """The pass over ``source`` has ended, all copies of its batches too. Workers that persist keep their slots."""
@@ -99,7 +107,7 @@ class Twins:
             return
         table.close()
         if table is self._table:
-            self._twin = self._table = None
+            self._twin = self._table = self._iterated = None
 
     def shut_down(self, source: Any) -> None:
         """End the workers behind ``source``, after one of them died or its pass failed."""
@@ -108,12 +116,12 @@ class Twins:
             table.close()
         torchloader.shut_down(source, self._loader if table is None else self._twin)
         if table is not None and table is self._table:
-            self._twin = self._table = None
+            self._twin = self._table = self._iterated = None
 
     def close(self) -> None:
         """End workers that persist, and give their memory back."""
         twin, table = self._twin, self._table
-        self._twin = self._table = None
+        self._twin = self._table = self._iterated = None
         if table is not None:
             table.close()
         iterator = getattr(twin, "_iterator", None)
@@ -123,7 +131,7 @@ class Twins:
     def _make(self) -> Any:
         options = self._options
         table = self._table = SlotTable(self._device, self._memory, poison=options.checked)
-        twin = self._twin = _twin_of(self._loader, table, options.max_pinned_bytes)
+        twin = self._twin = _twin_of(self._loader, table, options)
         return twin
 
     def _refusal(self) -> str:
@@ -135,7 +143,8 @@ class Twins:
 _SHARED = "worker processes pack their batches into shared memory"
 
 
-def _twin_of(loader: DataLoader[Any], table: SlotTable, limit: int | None) -> DataLoader[Any]:
+def _twin_of(loader: DataLoader[Any], table: SlotTable, options: Options) -> DataLoader[Any]:
+    limit = options.max_pinned_bytes
     twin: DataLoader[Any] = object.__new__(type(loader))
     twin.__dict__.update(loader.__dict__)
     ahead = loader.prefetch_factor or 2
@@ -145,6 +154,7 @@ def _twin_of(loader: DataLoader[Any], table: SlotTable, limit: int | None) -> Da
             table.token,
             receive,
             control=table.control,
+            keep_arrays=options.keep_arrays,
             # Batches that a worker may have ready, and one or two being copied; see docs/workers.md.
             slots=ahead + (2 if loader.num_workers == 1 else 1),
             ahead=ahead,
@@ -168,6 +178,8 @@ def _refusal(loader: Any) -> str:
         return f"{cls.__name__} has an __iter__ of its own, which would see packed batches"
     if getattr(loader, "_initial_iter_for_state_dict", False):
         return "state_dict() has started the workers of this pass already"
+    if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
+        return "its persistent workers run already"  # others would draw another seed than the plain loop does
     if not hasattr(os, "fork"):
         return "this platform has no shared memory of the kind it takes"
     return ""
