@@ -229,6 +229,9 @@ class GPUPrefetcher:
             if producer.has_dead_worker():
                 producer.stop(why="a worker process of its loader died")
         torchloader.prepare(shared.loader)
+        if shared.has_generators:
+            for producer in older:
+                producer.hold_back()
         started = shared.counters.clock()
         source, rewound = self._start_source(older) if source is None else (source, False)
         shared.counters.start_seconds += shared.counters.clock() - started

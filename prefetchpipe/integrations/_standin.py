@@ -53,6 +53,11 @@ class StandIn(GPUPrefetcher):
         """The loader."""
         return self._shared.loader
 
+    @property
+    def is_retired(self) -> bool:
+        """Whether :meth:`retire` was called."""
+        return self._is_retired
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)

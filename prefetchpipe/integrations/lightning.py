@@ -115,6 +115,11 @@ class GPUPrefetch(Callback):  # type: ignore[misc]
             )
             return loader
         warn_of_world_size(loader, (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+        if trainer.reload_dataloaders_every_n_epochs and getattr(loader, "persistent_workers", False):
+            for reference in self._wrapped:  # the same loader again: its workers go on, as without us
+                known = reference()
+                if known is not None and known.wrapped is loader and not known.is_retired:
+                    return known
         # Lightning holds a batch back where a loader, or one that it is combined with, has no length.
         stand_in = StandIn(loader, device, self._options, hands_out_late=True)
         self._wrapped.append(weakref.ref(stand_in))

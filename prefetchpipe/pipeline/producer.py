@@ -85,10 +85,8 @@ class Producer:
             self._credits.put(None)
         self._depth = self._options.depth
         self._done_events: list[Event] = []
-        self._sent = 0
-        self._taken = 0
-        self._sent_bytes = 0
-        self._taken_bytes = 0
+        self._sent = self._taken = 0
+        self._sent_bytes = self._taken_bytes = 0
         self._consumers_waiting = 0
         self._inside = threading.Lock()  # see above; the holder's thread is in _insider
         self._insider = 0
@@ -100,6 +98,7 @@ class Producer:
         self._follow_lock = threading.Lock()
         self._drawn_taken: Any = None
         self._drawn_sent: Any = None
+        self._is_held_back = False
         self._users = 0
         self._predecessor: Producer | None = None
         self.why_closed = ""
@@ -398,16 +397,23 @@ class Producer:
         try:
             self._device.bind_thread()
             limit_packing_threads(self._options.copy_threads or usable_cores())
+            aside = 0  # credits not used, since the pass is held back
             while not self._ended and not self._stopping:
                 credit = self._credits.get()  # contract 8
                 if credit is _STOP:
                     break
                 if credit is _WAITING:
-                    continue
-                self._wait_until_done(credit)
+                    if not aside:
+                        continue
+                    aside -= 1
+                else:
+                    self._wait_until_done(credit)
                 with self._inside:
                     if self.is_stopping:
                         break
+                    if self._is_held_back and not self._consumers_waiting:
+                        aside += 1
+                        continue
                     self._insider = threading.get_ident()
                     ticket = self._produce(None)
                     self._insider = 0
@@ -635,6 +641,19 @@ class Producer:
                 self._insider = 0
         if self._stopping:
             self._release()
+
+    def hold_back(self) -> None:
+        """A newer pass begins, over a loader with a generator of its own: from here on nothing is drawn ahead.
+
+        What was drawn ahead is taken back, so that the newer pass draws what it would after the plain loop
+        (contract 10).
+        """
+        if self._pid != os.getpid():
+            return
+        with self.held():
+            self._is_held_back = True
+            if not self._released:  # a pass that has ended drew what the plain loop draws
+                self._shared.restore_draws(self, self._drawn_taken, self._drawn_sent)
 
     def has_dead_worker(self) -> bool:
         """Whether torch lost a worker process of this pass."""

@@ -136,6 +136,11 @@ class Shared:
 
     # Random generators of the loader's own
 
+    @property
+    def has_generators(self) -> bool:
+        """Whether the user gave some to the DataLoader or its sampler."""
+        return bool(self._generators)
+
     def capture_draws(self) -> list[torch.Tensor] | None:
         """The states of the generators that the user gave to the DataLoader or its sampler."""
         return [generator.get_state() for generator in self._generators] or None
@@ -224,7 +229,7 @@ class Shared:
         if not self.has_state or not self.is_newest(producer):
             return None
         try:
-            return CapturedState(_copied(self.twins.state_owner().state_dict()))
+            return CapturedState(_copied(self.twins.state_of(producer.source)))
         except Exception as error:  # noqa: BLE001 - the loop did not ask for it; who does will see it
             return CapturedState(error=error)
 

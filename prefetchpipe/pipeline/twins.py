@@ -100,6 +100,14 @@ class Twins:
             return self._iterated  # asking anybody else would start workers, and draw a seed for them
         return loader if self._refusal() else self._next_twin()
 
+    def state_of(self, source: Any) -> Any:
+        """The loader's state as the pass over ``source`` has it."""
+        module = sys.modules.get(_STATEFUL_MODULE)
+        if module is not None and type(self._loader).state_dict is module.StatefulDataLoader.state_dict:
+            # What that would ask, unless a newer pass is just making its iterator: it would make one too, and draw.
+            return source.state_dict()
+        return self.state_owner().state_dict()
+
     def retire(self, source: Any) -> None:
         """The pass over ``source`` has ended, all copies of its batches too. Workers that persist keep their slots."""
         table = getattr(source, _TABLE, None)
@@ -167,7 +175,7 @@ def _twin_of(loader: DataLoader[Any], table: SlotTable, options: Options) -> Dat
     return twin
 
 
-def _refusal(loader: Any) -> str:
+def _refusal(loader: Any) -> str:  # noqa: PLR0911 - a list of reasons
     """Why the workers of ``loader`` cannot write into shared memory; empty if they can."""
     if not isinstance(loader, DataLoader):
         return "the loader is not a torch DataLoader"

@@ -34,6 +34,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.pipeline.twins import Twins
+from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.testing import SimulatedDevice
 from tests.cases import test_types
 from tests.described import described
@@ -682,3 +683,76 @@ def test_c1_two_threads_start_passes_at_once(monkeypatch: pytest.MonkeyPatch) ->
     with GPUPrefetcher(DataLoader(Range(8), batch_size=1, num_workers=1), "cpu") as prefetcher:
         threads = [Thread(lambda: [int(batch["i"]) for batch in prefetcher]) for _ in range(2)]
         assert [thread.result() for thread in threads] == [list(range(8))] * 2
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_c11_a_pass_whose_workers_run_already_is_asked_itself(persistent: bool) -> None:
+    """As Accelerate does: the state is asked for before anything is iterated over."""
+
+    def run(wrap: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(3)
+        inner = stateful(shuffle=True, persistent_workers=persistent)
+        inner.state_dict()
+        loader = wrap(inner)
+        seen = []
+        for batch in loader:
+            seen.append(batch["i"].tolist())
+            if len(seen) == 4:
+                state = pickle.loads(pickle.dumps(loader.state_dict()))
+        seen += indices(loader)
+        fresh = wrap(stateful(shuffle=True, persistent_workers=persistent))
+        fresh.load_state_dict(state)
+        return seen, torch.rand(()).item(), indices(fresh)
+
+    expected = run(lambda loader: loader)
+    assert run(lambda loader: GPUPrefetcher(loader, "cpu", depth=3)) == expected
+
+
+def test_c10_workers_that_the_loader_has_started_itself_go_on() -> None:
+    def run(wrap: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(3)
+        inner = DataLoader(Range(20), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
+        next(iter(inner))
+        return [indices(wrap(inner)) for _ in range(2)], torch.rand(()).item()
+
+    def wrap(loader: Any) -> GPUPrefetcher:
+        prefetchers.append(GPUPrefetcher(loader, "cpu"))
+        return prefetchers[-1]
+
+    prefetchers: list[GPUPrefetcher] = []
+    assert run(wrap) == run(lambda loader: loader)
+    assert prefetchers[0].stats().workers_reason == "its persistent workers run already"
+
+
+def test_c11_an_older_pass_makes_no_iterator_while_a_newer_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the older pass is met while the newer one is starting its workers."""
+    making, asked = threading.Event(), threading.Event()
+    makers: list[str] = []
+    inner_make, inner_capture = StatefulDataLoader._get_iterator, Shared.capture_state
+
+    def make(self: Any) -> Any:
+        makers.append(threading.current_thread().name)
+        if len(makers) == 2:
+            making.set()
+            assert asked.wait(20)
+        return inner_make(self)
+
+    def capture(self: Shared, producer: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return inner_capture(self, producer)
+        if captured := next(captures) == 9:
+            assert making.wait(20)
+        try:
+            return inner_capture(self, producer)
+        finally:
+            if captured:
+                asked.set()
+
+    captures = itertools.count()
+    monkeypatch.setattr(StatefulDataLoader, "_get_iterator", make)
+    monkeypatch.setattr(Shared, "capture_state", capture)
+    with GPUPrefetcher(stateful(), "cpu", fetch="thread", depth=3) as prefetcher:
+        older = iter(prefetcher)
+        assert len(indices(itertools.islice(older, 9))) == 9
+        assert len(indices(prefetcher)) == 10
+    assert makers == ["MainThread"] * 2

@@ -116,11 +116,15 @@ def test_workers_that_persist() -> None:
     assert loops.train(partial(prepare, depth=3), **options) == loops.train(plain, **options)
 
 
-def test_arrays_stay_arrays() -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_arrays_stay_arrays(workers: int) -> None:
     accelerator = loops.new_accelerator()
     rows = [{"x": torch.ones(2), "box": np.arange(3)}, {"x": torch.zeros(2), "box": np.arange(4)}]
-    batches = prepare(accelerator, DataLoader(rows, batch_size=1, collate_fn=lambda samples: samples[0]))
+    batches = prepare(
+        accelerator, DataLoader(rows, batch_size=1, collate_fn=lambda samples: samples[0], num_workers=workers)
+    )
     got = list(batches)
+    assert batches.stats().workers == ("shared" if workers else "none")
     assert [type(batch["box"]) for batch in got] == [np.ndarray, np.ndarray]
     assert [batch["box"].tolist() for batch in got] == [[0, 1, 2], [0, 1, 2, 3]]
 

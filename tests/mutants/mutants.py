@@ -439,6 +439,22 @@ MUTANTS = (
         _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
     ),
     Mutant(
+        "an older pass draws ahead while a newer one draws",
+        PRODUCER,
+        "if self._is_held_back and not self._consumers_waiting:",
+        "if False:",
+        10,
+        ("tests/unit/test_corners.py::test_c10_an_older_pass_draws_nothing_ahead_once_a_newer_one_has_begun",),
+    ),
+    Mutant(
+        "a newer pass begins where an older one has drawn ahead",
+        PRODUCER,
+        "            if not self._released:  # a pass",
+        "            if False:  # a pass",
+        10,
+        ("tests/unit/test_corners.py::test_c10_a_pass_left_early_leaves_the_generator_as_the_plain_loop",),
+    ),
+    Mutant(
         "the state is taken before its batch",
         PRODUCER,
         "batch = self._next(self.source)\n",

@@ -512,7 +512,10 @@ def test_c1_a_new_pass_waits_for_who_is_inside_the_old_one(fetch: str, consumers
 @pytest.mark.parametrize("fetch", FETCH)
 @pytest.mark.parametrize("stop_at", [2, 5, 6])
 @pytest.mark.parametrize("rows", [12, 11])
-def test_c10_a_pass_left_early_leaves_the_generator_as_the_plain_loop(fetch: str, stop_at: int, rows: int) -> None:
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_c10_a_pass_left_early_leaves_the_generator_as_the_plain_loop(
+    fetch: str, stop_at: int, rows: int, kept: bool
+) -> None:
     def two_passes(wrap: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
         generator = torch.Generator().manual_seed(0)
         loader = wrap(DataLoader(torch.arange(rows), batch_size=2, shuffle=True, generator=generator))
@@ -523,11 +526,45 @@ def test_c10_a_pass_left_early_leaves_the_generator_as_the_plain_loop(fetch: str
             if len(first) == stop_at:
                 wait_for_end(loader)
                 break
+        held = iterator if kept else None  # frameworks begin a new pass before they let go of the older one
         del iterator
-        return first, [batch.tolist() for batch in loader]
+        second = [batch.tolist() for batch in loader]
+        return first + [batch.tolist() for batch in held or ()], second
 
     want = two_passes(lambda loader: loader)
     assert two_passes(lambda loader: GPUPrefetcher(loader, "cpu", fetch=fetch, depth=8)) == want
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c10_an_ended_pass_that_is_kept_takes_nothing_back(fetch: str) -> None:
+    def two_passes(wrap: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+        loader = wrap(
+            DataLoader(torch.arange(11), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(0))
+        )
+        iterator = iter(loader)
+        return [batch.tolist() for batch in iterator], [batch.tolist() for batch in loader]
+
+    assert two_passes(lambda loader: GPUPrefetcher(loader, "cpu", fetch=fetch, depth=8)) == two_passes(lambda x: x)
+
+
+def test_c10_an_older_pass_draws_nothing_ahead_once_a_newer_one_has_begun() -> None:
+    """It has batches ahead already, and is given a credit that would bring its thread to the draw at the end."""
+
+    def run(wrap: Callable[[Any], Any]) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        loader = wrap(DataLoader(torch.arange(8), batch_size=2, shuffle=True, generator=generator))
+        older = iter(loader)
+        first = [next(older).tolist() for _ in range(2)]
+        newer = iter(loader)
+        second = [next(newer).tolist()]
+        first.append(next(older).tolist())
+        second += [batch.tolist() for batch in newer]
+        third = [batch.tolist() for batch in loader]
+        return first + [batch.tolist() for batch in older], second, third, [batch.tolist() for batch in loader]
+
+    want = run(lambda loader: loader)
+    for _ in range(5):
+        assert run(lambda loader: GPUPrefetcher(loader, "cpu", fetch="thread", depth=2)) == want
 
 
 def test_c9_closed_by_the_loaders_own_iter() -> None:
