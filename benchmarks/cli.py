@@ -228,5 +228,5 @@ def _list(options: argparse.Namespace) -> int:
 def _chosen(path: Path | None) -> Path:
     chosen = path or schema.newest(_RESULTS)
     if chosen is None:
-        raise FileNotFoundError(f"no results file in {_RESULTS}")
+        raise FileNotFoundError(f"no complete results file with times of loops in {_RESULTS}; name the file to take")
     return chosen

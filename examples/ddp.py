@@ -21,6 +21,8 @@ EPOCHS = 10
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("start it with: torchrun --nproc-per-node=2 examples/ddp.py")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -68,6 +69,7 @@ class _Shared:
         self.async_source: AsyncSource | None = None
         """Over ``batches``, where that is an asynchronous iterator itself."""
         self.relays: weakref.WeakSet[Relay] = weakref.WeakSet()
+        self._pid = os.getpid()
         self._lock = threading.RLock()  # the collector may end one pass while another one starts
         self._idle: LandingSlots | None = None
         self._generation = 0
@@ -109,6 +111,8 @@ class _Shared:
 
     def close(self) -> None:
         """End every pass; give all memory back."""
+        if self._pid != os.getpid():
+            return  # a forked child has copies of these objects, not the device
         self._generation += 1
         live = list(self.live)  # held: nothing else may hold the pass over a one-shot source
         self.one_shot = None

@@ -224,7 +224,7 @@ class GPUPrefetcher:
     def _start_pass(self, source: Any = None) -> Producer:
         shared = self._shared
         kind = RangedProducer if ranges.are_on() else Producer
-        older = list(self._passes)
+        older = [producer for producer in self._passes if producer.is_ours]  # a forked child waits for none of these
         for producer in older:
             if producer.has_dead_worker():
                 producer.stop(why="a worker process of its loader died")

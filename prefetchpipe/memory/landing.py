@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import warnings
 import weakref
@@ -89,6 +90,7 @@ class LandingSlots:
     """
 
     def __init__(self, device: Device, memory: PinnedMemory, limit: int) -> None:
+        self._pid = os.getpid()
         self._device = device
         self._memory = memory
         self._limit = limit
@@ -153,6 +155,8 @@ class LandingSlots:
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _come_back(self, slot: LandingSlot) -> None:
+        if self._pid != os.getpid():
+            return  # the collector of a forked child, which has a copy of this object and none of the memory
         with self._lock:
             self.lent -= 1
         self.release(slot)

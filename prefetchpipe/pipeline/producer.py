@@ -354,9 +354,11 @@ class Producer:
 
     def detach_soon(self) -> None:
         """As :meth:`detach`, without waiting for the thread: it gives back by itself."""
+        if not self.is_ours:
+            return
         with self._shared.lock:
             self._users -= 1
-            if self._users > 0 or self._pid != os.getpid():
+            if self._users > 0:
                 return
             self.leave("")
         thread = self._thread
@@ -539,21 +541,29 @@ class Producer:
 
     def attach(self) -> bool:
         """One more iterator shows this pass; False if it is over."""
+        if not self.is_ours:
+            return False
         with self._shared.lock:
-            if self._stopping or self._released or self._pid != os.getpid():
+            if self._stopping or self._released:
                 return False
             self._users += 1
             return True
 
     def detach(self) -> None:
         """An iterator went; with the last one, the pass is left."""
+        if not self.is_ours:
+            return  # the collector of a forked child; a thread that it has not may hold the lock
         with self._shared.lock:
             self._users -= 1
             if self._users > 0:
                 return
-            if self._pid == os.getpid():
-                self.leave("")
+            self.leave("")
         self.stop()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it; a forked child has a copy of this object, not of the thread or the device."""
+        return self._pid == os.getpid()
 
     @property
     def is_stopping(self) -> bool:
@@ -601,8 +611,8 @@ class Producer:
         Returns:
             Whether everything was given back; if not, it is when the loader comes back.
         """
-        if os.getpid() != self._pid:
-            return True  # a forked child holds a copy of this object, not of the thread or the device
+        if not self.is_ours:
+            return True
         self.leave(why)
         if self._insider == threading.get_ident():
             return False
@@ -657,7 +667,7 @@ class Producer:
 
     def has_dead_worker(self) -> bool:
         """Whether torch lost a worker process of this pass."""
-        return self._pid == os.getpid() and torchloader.has_dead_worker(self.source)
+        return self.is_ours and torchloader.has_dead_worker(self.source)
 
     def follow(self, older: Producer) -> None:
         """Go on where ``older``, a pass over the same source that was left, stops."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import threading
 import weakref
@@ -64,6 +65,7 @@ class Shared:
         self.state: CapturedState | None = None
         self.has_state = callable(attribute(loader, "state_dict"))
         self._generators = _own_generators(loader)
+        self._pid = os.getpid()
         self.lock = threading.RLock()  # guards what follows, and the end of each pass
         self._idle: list[Transfer] = []
         self._leased: dict[int, int] = {}
@@ -92,6 +94,10 @@ class Shared:
 
     def close(self) -> None:
         """Give back what idle passes hold; those under way give back theirs when they end."""
+        if self._pid != os.getpid():
+            # A forked child has copies of these objects, not the device; a thread that it has not may hold the lock.
+            self.twins.close()  # its own, if it has started a pass
+            return
         with self.lock:
             self._generation += 1
             idle, self._idle = self._idle, []

@@ -33,8 +33,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
-from prefetchpipe.pipeline.twins import Twins
 from prefetchpipe.pipeline.shared import Shared
+from prefetchpipe.pipeline.twins import Twins
 from prefetchpipe.testing import SimulatedDevice
 from tests.cases import test_types
 from tests.described import described
