@@ -40,7 +40,7 @@ def main() -> None:
             total += len(truth)
 
     accelerator.print(f"accuracy  {correct / total:.3f} of {total}")
-    accelerator.print(f"stats     {train.stats()}")
+    accelerator.print(train.stats())
 
 
 if __name__ == "__main__":

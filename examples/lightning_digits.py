@@ -39,7 +39,7 @@ def main() -> None:
     trainer.fit(Classifier(), DataLoader(train_set, batch_size=64, shuffle=True), DataLoader(val_set, batch_size=256))
 
     print(f"accuracy  {trainer.callback_metrics['accuracy'].item():.3f}")
-    print(f"stats     {prefetch.stats()[-1]}")
+    print(prefetch.stats()[-1])
 
 
 if __name__ == "__main__":

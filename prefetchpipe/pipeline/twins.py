@@ -56,7 +56,8 @@ class Twins:
     def iterable(self) -> Any:
         """What the next pass iterates over."""
         why = self._refusal()
-        self._counters.workers, self._counters.workers_reason = ("plain", why) if why else ("shared", _SHARED)
+        if isinstance(self._loader, DataLoader) and self._loader.num_workers:
+            self._counters.workers, self._counters.workers_reason = ("plain", why) if why else ("shared", _SHARED)
         if why:
             if self._options.workers == "shared" and not self._has_warned:
                 self._has_warned = True

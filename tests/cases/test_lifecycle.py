@@ -312,7 +312,7 @@ class RaisesAtThree(Dataset):
         return 10
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 2:
+        if index == 3:
             self.a_frame_of_the_dataset()
         return torch.tensor([index])
 

@@ -184,13 +184,13 @@ def test_too_few_workers_and_workers_that_use_all_cores(monkeypatch: pytest.Monk
     clock = Clock()
     sampler = SlowSampler(clock, BATCHES, 8 * MS)
     loader = DataLoader(Squares(), batch_size=None, sampler=sampler, num_workers=1)
-    prefetcher = timed(loader, clock, fetch="caller")
+    prefetcher = timed(loader, clock, fetch="caller", workers="plain")
     stats = run(prefetcher)
     assert stats.bottleneck == "loader"
     assert stats.workers == "plain"
     assert "raise num_workers from 1: this process may use 4 cores" in stats.verdict
     monkeypatch.setattr(shared, "usable_cores", lambda: 1)
-    assert "its 1 worker have 1 core already: do less for each sample" in prefetcher.stats().verdict
+    assert "its 1 worker has 1 core already: do less for each sample" in prefetcher.stats().verdict
 
 
 def test_a_loader_that_draws_random_numbers_says_why_nothing_is_loaded_ahead() -> None:
@@ -304,7 +304,7 @@ def test_workers_that_leave_no_core_for_packing(monkeypatch: pytest.MonkeyPatch)
     clock = Clock()
     slow_packing(monkeypatch, transfer, clock.advance, 10 * MS)
     loader = DataLoader(batches(numbers=100_000), batch_size=None, num_workers=2)
-    stats = run(timed(loader, clock, fetch="caller"))
+    stats = run(timed(loader, clock, fetch="caller", workers="plain"))
     assert stats.bottleneck == "packing"
     assert "2 workers and the packing threads want the same 2 cores: num_workers=1 leaves one" in stats.verdict
 
