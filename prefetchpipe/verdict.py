@@ -293,8 +293,9 @@ def _faster_loader(stats: Stats) -> str:
             else f"{change} (batches come the {stats.workers} way)"
         )
     if workers:
+        has = "has" if workers == 1 else "have"
         return (
-            f"its {_count(workers, 'worker')} {'have' if workers > 1 else 'has'} {_count(cores, 'core')} already: do less for each sample (decode "
+            f"its {_count(workers, 'worker')} {has} {_count(cores, 'core')} already: do less for each sample (decode "
             "once and cache, smaller images, augmentation on the device in transform=)"
         )
     if stats.path == "caller" and "fetch='thread'" in stats.path_reason:
