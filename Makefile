@@ -16,7 +16,7 @@ ARGS ?=
 
 help:
 	@echo 'make demo    train a small classifier through GPUPrefetcher (examples/quickstart.py)'
-	@echo 'make test    the test suite; GPU tests run where there is a GPU'
+	@echo 'make test    the test suite, in two processes; GPU tests run where there is a GPU'
 	@echo 'make lint    ruff, mypy, codespell'
 	@echo 'make bench   the quick benchmarks'
 	@echo 'make venv    the virtual environment alone'
@@ -26,7 +26,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),--numprocesses=2 --dist=loadfile)
 
 lint: $(STAMP)
 	$(BIN)/ruff check
