@@ -664,6 +664,48 @@ def test_c9_a_source_of_our_own_making_is_closed_with_its_pass(run: Run, device:
     run(main)
 
 
+@pytest.mark.parametrize("way", ["break", "async with", "twice"])
+def test_c9_a_source_may_await_while_it_cleans_up(way: str) -> None:
+    """On asyncio, as a plain loop lets it; its pull is under way when the pass is left. (On trio it needs a shield.)"""
+    steps: list[str] = []
+
+    async def main() -> None:
+        waits, ended = asyncio.Event(), asyncio.Event()
+
+        async def source() -> AsyncIterator[torch.Tensor]:
+            try:
+                for index in range(2):
+                    yield filled(index)
+                waits.set()
+                await anyio.sleep_forever()
+            finally:
+                for step in ("first", "second"):
+                    await asyncio.sleep(0)
+                    steps.append(step)
+                ended.set()
+
+        prefetcher = GPUPrefetcher(source(), "cpu")
+        if way == "break":
+            async for _ in prefetcher:
+                await waits.wait()
+                break
+            del prefetcher
+            gc.collect()
+        else:
+            async with prefetcher:
+                async for _ in prefetcher:
+                    await waits.wait()
+                    break
+                if way == "twice":
+                    prefetcher._shared.async_source.cancel()
+        with anyio.fail_after(TIMEOUT):
+            await ended.wait()
+
+    anyio.run(main)
+    assert steps == ["first", "second"]
+    assert join_ours() == set()
+
+
 def test_c9_break_waits_for_no_loader(run: Run) -> None:
     """The producer is inside the loader, which does not come back before the loop goes on."""
     entered, may_go_on = threading.Event(), threading.Event()
