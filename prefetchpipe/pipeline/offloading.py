@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -108,6 +109,8 @@ class Offload:
         self._pulled: Any = _NOTHING
         self._error: BaseException | None = None
         self._borrowed: LandingSlot | None = None
+        self._shown: weakref.ref[Any] | None = None
+        """Goes with the last view of the borrowed slot."""
         self._in_turn = False  # no slabs: the device is full
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held by whoever takes a batch; the holder's thread is in _holder
@@ -135,7 +138,8 @@ class Offload:
             try:
                 if self._is_closed or self._pid != os.getpid():
                     raise IteratorClosedError("this pass was closed; iter(prefetcher) starts a new one")
-                self._give_back_borrowed()
+                if not self.is_over:  # nothing comes after the last batch, so its views stay
+                    self._give_back_borrowed()
                 if self._given_back:
                     return self._given_back.popleft()
                 # Without a free slot the oldest batch goes first: the consumer keeps more of them than it may.
@@ -324,6 +328,8 @@ class Offload:
             job.lent = self.slots.lend(slot)
         is_lent = job.lent is not None
         whole = slot.tensor if job.lent is None else job.lent
+        if self._borrow:
+            whole, self._shown = self.slots.show(slot)
         memory = []
         for block in layout.blocks:
             piece = whole[block.slot_offset : block.slot_offset + block.nbytes]
@@ -354,6 +360,13 @@ class Offload:
         if slot is not None:
             self.slots.release(slot)
 
+    def _leave_borrowed(self) -> None:
+        """There is no next batch: the views of this one last for as long as somebody has them."""
+        slot, self._borrowed = self._borrowed, None
+        if slot is not None:
+            assert self._shown is not None
+            self.slots.release_after(self._shown, slot)
+
     # The end
 
     def close(self) -> None:
@@ -370,7 +383,7 @@ class Offload:
 
     def _give_back(self) -> None:
         self.source, self._error, self._pulled = None, None, _NOTHING
-        self._give_back_borrowed()
+        self._leave_borrowed()
         self._given_back.clear()
         while self._pending:
             job = self._pending.popleft()
