@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-from _queue import SimpleQueue
+from _queue import Empty, SimpleQueue
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,7 +13,7 @@ from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline.waking import LoopCall, is_trio, loop_call
 
-__all__ = ["AsyncSource", "SourceLeftError", "start_async_source"]
+__all__ = ["AsyncSource", "SourceLeftError", "SourceWaitsError", "start_async_source"]
 
 _WAKE = object()
 _LOOP_ENDED = "the event loop of this source has ended"
@@ -21,6 +21,10 @@ _LOOP_ENDED = "the event loop of this source has ended"
 
 class SourceLeftError(IteratorClosedError):
     """Brings our thread back out of a source when its pass is left; nobody hears of it."""
+
+
+class SourceWaitsError(Exception):
+    """Nothing came within the patience of our thread. What was asked for stays asked for; nobody else hears of it."""
 
 
 class _Outcome:
@@ -53,6 +57,7 @@ class AsyncSource(Iterator[Any]):
 
     Attributes:
         stream: The stream that was current when the source handed out its last batch.
+        patience: Seconds that ``next`` waits before it raises :class:`SourceWaitsError`; None: for ever.
     """
 
     def __init__(self, iterator: AsyncIterator[Any], *, own: bool, device: Device | None) -> None:
@@ -60,6 +65,7 @@ class AsyncSource(Iterator[Any]):
         self.own = own
         self.close_error: BaseException | None = None
         self.stream: Stream = None
+        self.patience: float | None = None
         self._device = device
         self._outcomes: SimpleQueue[Any] = SimpleQueue()
         self._is_asked = False  # a pull was asked for, and its outcome not taken yet
@@ -84,11 +90,9 @@ class AsyncSource(Iterator[Any]):
                 raise SourceLeftError("this pass has ended")
             self._is_asked = True
             self._in_loop(self._ask)
-        outcome = self._outcomes.get()
-        while outcome is _WAKE:
+        while (outcome := self._next_outcome()) is _WAKE:
             if self._is_left:
                 raise SourceLeftError("this pass has ended")
-            outcome = self._outcomes.get()
         self._is_asked = False
         if outcome.is_end:
             raise StopIteration
@@ -98,6 +102,12 @@ class AsyncSource(Iterator[Any]):
             finally:
                 outcome.error = None
         return outcome.batch
+
+    def _next_outcome(self) -> Any:
+        try:
+            return self._outcomes.get(timeout=self.patience)
+        except Empty:
+            raise SourceWaitsError from None
 
     def leave(self) -> None:
         """The pass was left; from any thread, also from the collector."""

@@ -22,7 +22,7 @@ from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.device.cpu import cpu_device
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.memory.landing import LandingSlot, LandingSlots
-from prefetchpipe.pipeline.asyncsource import SourceLeftError
+from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError, SourceWaitsError
 from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.pipeline.ticket import failed_ticket
 
@@ -31,6 +31,8 @@ __all__ = ["HostCounters", "Offload"]
 _CPU = torch.device("cpu")
 _LAYOUTS = 128
 _LEAVE_SECONDS = 0.5
+_PATIENCE_SECONDS = 2e-3
+"""A batch that is under way is not held back for longer by an asynchronous source that waits for its next one."""
 _LENT = 2
 """Slots that the consumer may hold: the batch in use, and the one before it, which a loop variable still names."""
 
@@ -143,8 +145,8 @@ class Offload:
                 if self._given_back:
                     return self._given_back.popleft()
                 # Without a free slot the oldest batch goes first: the consumer keeps more of them than it may.
-                while self.source is not None and self._pulls_next():
-                    self._pull()
+                while self.source is not None and self._pulls_next() and self._pull():
+                    pass
                 return self._deliver()
             finally:
                 if self._is_closed:
@@ -161,29 +163,38 @@ class Offload:
 
     # Launching
 
-    def _pull(self) -> None:
-        """Launch the copies of one more batch. Errors wait until the batches before them are delivered."""
+    def _pull(self) -> bool:
+        """Launch the copies of one more batch. Errors wait until the batches before them are delivered.
+
+        Returns:
+            Whether there is a point in pulling on: the source does not wait for something.
+        """
         try:
             if self._pulled is _NOTHING:
                 assert self.source is not None
+                if isinstance(self.source, AsyncSource):
+                    self.source.patience = _PATIENCE_SECONDS if self._pending else None
                 started = perf_counter()
                 try:
                     with nullcontext() if self.modes is None else self.modes.user_code():
                         self._pulled = next(self.source)
                 except StopIteration:
                     self.source = None
-                    return
+                    return False
                 finally:
                     self._counters.fetch_seconds += perf_counter() - started
             with nullcontext() if self.stream_of is None else self._device.on_stream(self.stream_of()):
                 self._pending.append(self._launch(self._pulled))
             self._pulled = _NOTHING
+        except SourceWaitsError:
+            return False
         except (KeyboardInterrupt, SourceLeftError):
             raise  # at once; what is under way stays for the next call
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
             self._pulled = _NOTHING
             self.source = None
             self._error = failed_ticket(error).error
+        return True
 
     def _launch(self, batch: Any) -> _Job:
         job = _Job()

@@ -798,6 +798,34 @@ def test_both_directions_in_one_loop(run: Run, device: Any) -> None:
     run(main)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_live_source_that_waits_holds_no_batch_back(run: Run, device: Any, depth: int) -> None:
+    """Its next batch comes when the one before has been answered: nothing ahead of that is there to be pulled."""
+
+    async def main() -> list[float]:
+        send, receive = anyio.create_memory_object_stream[torch.Tensor](1)
+        got = []
+
+        async def source() -> AsyncIterator[Any]:
+            async with receive:
+                async for batch in GPUPrefetcher(receive, device):
+                    yield batch
+
+        with anyio.fail_after(TIMEOUT):
+            await send.send(filled(0))
+            async with send, HostPrefetcher(source(), depth, device=device) as results:
+                async for out in results:
+                    got.append(float(out[0]))
+                    if len(got) == 5:
+                        await send.aclose()
+                    else:
+                        await send.send(filled(len(got)))
+        return got
+
+    assert run(main) == [0, 1, 2, 3, 4]
+    assert join_ours() == set()
+
+
 def test_waiting_for_a_copy_back_does_not_hold_the_loop(run: Run) -> None:
     """The copy's event passes only after the ticker has beaten fifty times."""
     beaten = threading.Event()
