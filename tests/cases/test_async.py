@@ -798,6 +798,44 @@ def test_both_directions_in_one_loop(run: Run, device: Any) -> None:
     run(main)
 
 
+@pytest.mark.parametrize("direction", [GPUPrefetcher, HostPrefetcher])
+@pytest.mark.parametrize("what", ["prefetcher", "iterator"])
+@pytest.mark.parametrize("own", [True, False], ids=["iterable", "generator"])
+def test_c9_whoever_waits_while_it_is_closed_hears_of_it(run: Run, direction: Any, what: str, own: bool) -> None:
+    async def live() -> AsyncIterator[torch.Tensor]:
+        yield filled(0)
+        await anyio.sleep_forever()
+
+    class Live:
+        def __aiter__(self) -> AsyncIterator[torch.Tensor]:
+            return live()
+
+    raised = []
+
+    async def main() -> None:
+        prefetcher = direction(Live() if own else live(), device="cpu")
+        iterator = aiter(prefetcher)
+        assert float((await anext(iterator))[0]) == 0
+
+        async def wait() -> None:
+            with pytest.raises(IteratorClosedError):
+                await anext(iterator)
+            raised.append(True)
+
+        with anyio.fail_after(TIMEOUT):
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+                await anyio.wait_all_tasks_blocked()
+                await (prefetcher if what == "prefetcher" else iterator).aclose()
+            with contextlib.suppress(IteratorClosedError, StopAsyncIteration):
+                await anext(iterator)
+            await prefetcher.aclose()
+
+    run(main)
+    assert raised == [True]
+    assert join_ours() == set()
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_live_source_that_waits_holds_no_batch_back(run: Run, device: Any, depth: int) -> None:
     """Its next batch comes when the one before has been answered: nothing ahead of that is there to be pulled."""
