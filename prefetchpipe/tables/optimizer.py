@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.tables.distinct import Distinct, distinct_ids
 from prefetchpipe.tables.embedding import ActiveRows, HostEmbedding
 from prefetchpipe.tables.index import Index, read_index
@@ -21,6 +23,8 @@ from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
 __all__ = ["RowOptimizer", "StepCount"]
 
 StepCount = Literal["row", "table"]
+
+_by_folder: weakref.WeakValueDictionary[Path, RowOptimizer] = weakref.WeakValueDictionary()
 
 _OURS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -91,7 +95,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._embedding = target if isinstance(target, HostEmbedding) else None
         self._folder = None if path is None else Path(path)
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._open(self._folder)
         self._max_pinned_bytes = max_pinned_bytes
         placeholder = torch.nn.Parameter(torch.empty(0, table.shape[1], dtype=table.dtype, device=table.device))
         self._inner = kind([placeholder], **options)
@@ -104,6 +108,18 @@ class RowOptimizer(torch.optim.Optimizer):
         self._update = self._choose(step_count)
         if self._embedding is not None:
             self._embedding._optimizer = weakref.ref(self)  # noqa: SLF001 - the newest one takes the gradients
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        other = _by_folder.get(folder.resolve())
+        if other is not None and other._table is not self._table:  # noqa: SLF001 - one of us
+            warnings.warn(
+                f"path={str(folder)!r} holds the state of another RowOptimizer that is in use; the two write over each "
+                "other: give each a folder of its own",
+                PrefetchWarning,
+                stacklevel=3,
+            )
+        _by_folder[folder.resolve()] = self
 
     def _choose(self, step_count: StepCount) -> Update:
         rule = self._rule

@@ -16,6 +16,7 @@ import torch
 from torch import nn, optim
 
 from prefetchpipe import HostEmbedding, HostTable
+from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.tables import RowOptimizer
 from prefetchpipe.testing import SimulatedDevice
 from tests.support_tables import ZeroCopyDevice, on_device
@@ -590,6 +591,16 @@ def test_state_in_mapped_files_is_gone_on_with(tmp_path: Path, name: str, step_c
         del optimizer
         gc.collect()
     assert torch.equal(embedding.table.host_tensor(), straight.table.host_tensor())
+
+
+def test_two_optimizers_in_one_folder_are_told(tmp_path: Path) -> None:
+    first, second = (HostEmbedding(ROWS, DIM, device="cpu") for _ in range(2))
+    optimizer = RowOptimizer(optim.Adam, first, path=tmp_path)
+    with pytest.warns(PrefetchWarning, match="of another RowOptimizer that is in use"):
+        RowOptimizer(optim.Adam, second, path=tmp_path)
+    optimizer = RowOptimizer(optim.Adam, second, path=tmp_path / "second")
+    again = RowOptimizer(optim.Adam, second, path=tmp_path / "second")  # a newer one takes over
+    assert again.tables.keys() == optimizer.tables.keys()
 
 
 # What is not taken
