@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -146,13 +147,26 @@ class LandingSlots:
 
     def lend(self, slot: LandingSlot) -> torch.Tensor:
         """The bytes of ``slot`` for the consumer; the slot is released when the last tensor over them has gone."""
-        tensor = slot.tensor
-        buffer = (ctypes.c_uint8 * slot.nbytes).from_address(tensor.data_ptr())
-        buffer.owner = tensor  # type: ignore[attr-defined] # the pages stay mapped for as long as anybody sees them
+        tensor, buffer = _buffer_over(slot)
         weakref.finalize(buffer, self._come_back, slot).atexit = False
         with self._lock:
             self.lent += 1
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+        return tensor
+
+    def show(self, slot: LandingSlot) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """The bytes of ``slot``, and what goes with the last tensor over them. The slot stays the caller's."""
+        tensor, buffer = _buffer_over(slot)
+        return tensor, weakref.ref(buffer)
+
+    def release_after(self, shown: weakref.ref[Any], slot: LandingSlot) -> None:
+        """As :meth:`release`; a slot that some tensor still shows is that tensor's from here on (contract 2)."""
+        buffer = shown()
+        if buffer is None:
+            self.release(slot)
+            return
+        weakref.finalize(buffer, self._free_block, slot).atexit = False
+        with self._lock:
+            self._count -= 1
 
     def _come_back(self, slot: LandingSlot) -> None:
         if self._pid != os.getpid():
@@ -195,6 +209,13 @@ class LandingSlots:
         self.drop_slabs()
         for slot in free:
             self._free_block(slot)
+
+
+def _buffer_over(slot: LandingSlot) -> tuple[torch.Tensor, Any]:
+    tensor = slot.tensor
+    buffer: Any = (ctypes.c_uint8 * slot.nbytes).from_address(tensor.data_ptr())
+    buffer.owner = tensor  # the pages stay mapped for as long as anybody sees them
+    return torch.frombuffer(buffer, dtype=torch.uint8), buffer
 
 
 class _PageableBlock:

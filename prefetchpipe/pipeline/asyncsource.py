@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-from _queue import SimpleQueue
+from _queue import Empty, SimpleQueue
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,7 +13,7 @@ from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline.waking import LoopCall, is_trio, loop_call
 
-__all__ = ["AsyncSource", "SourceLeftError", "start_async_source"]
+__all__ = ["AsyncSource", "SourceLeftError", "SourceWaitsError", "start_async_source"]
 
 _WAKE = object()
 _LOOP_ENDED = "the event loop of this source has ended"
@@ -21,6 +21,10 @@ _LOOP_ENDED = "the event loop of this source has ended"
 
 class SourceLeftError(IteratorClosedError):
     """Brings our thread back out of a source when its pass is left; nobody hears of it."""
+
+
+class SourceWaitsError(Exception):
+    """Nothing came within the patience of our thread. What was asked for stays asked for; nobody else hears of it."""
 
 
 class _Outcome:
@@ -53,6 +57,7 @@ class AsyncSource(Iterator[Any]):
 
     Attributes:
         stream: The stream that was current when the source handed out its last batch.
+        patience: Seconds that ``next`` waits before it raises :class:`SourceWaitsError`; None: for ever.
     """
 
     def __init__(self, iterator: AsyncIterator[Any], *, own: bool, device: Device | None) -> None:
@@ -60,14 +65,17 @@ class AsyncSource(Iterator[Any]):
         self.own = own
         self.close_error: BaseException | None = None
         self.stream: Stream = None
+        self.patience: float | None = None
         self._device = device
         self._outcomes: SimpleQueue[Any] = SimpleQueue()
         self._is_asked = False  # a pull was asked for, and its outcome not taken yet
         self._is_left = False
         self._is_unanswered = False  # the same, as the loop's thread sees it
         self._is_ending = False
+        self._is_cancelled = False  # by us, in asyncio's own way
         self._is_done = False  # it has given its last batch, or raised
         self._task_runs = False
+        self._is_trios = False
         self._task: Any = None  # asyncio holds its tasks weakly
         self._call: LoopCall | None = None
         self._scope: Any = None  # of anyio, as are these events; this file is imported where no loop will ever run
@@ -82,11 +90,9 @@ class AsyncSource(Iterator[Any]):
                 raise SourceLeftError("this pass has ended")
             self._is_asked = True
             self._in_loop(self._ask)
-        outcome = self._outcomes.get()
-        while outcome is _WAKE:
+        while (outcome := self._next_outcome()) is _WAKE:
             if self._is_left:
                 raise SourceLeftError("this pass has ended")
-            outcome = self._outcomes.get()
         self._is_asked = False
         if outcome.is_end:
             raise StopIteration
@@ -96,6 +102,12 @@ class AsyncSource(Iterator[Any]):
             finally:
                 outcome.error = None
         return outcome.batch
+
+    def _next_outcome(self) -> Any:
+        try:
+            return self._outcomes.get(timeout=self.patience)
+        except Empty:
+            raise SourceWaitsError from None
 
     def leave(self) -> None:
         """The pass was left; from any thread, also from the collector."""
@@ -126,14 +138,15 @@ class AsyncSource(Iterator[Any]):
         self._is_left = False
         if self._task_runs and not self._is_ending:
             return
-        self._is_ending = self._is_done = False
+        self._is_ending = self._is_done = self._is_cancelled = False
         self._task_runs = True
         self._call = loop_call()
         import anyio
 
         self._scope, self._wanted, self._ended = anyio.CancelScope(), anyio.Event(), anyio.Event()
         context = contextvars.copy_context()
-        if is_trio():
+        self._is_trios = is_trio()
+        if self._is_trios:
             import trio
 
             self._task = trio.lowlevel.spawn_system_task(self._run, name="prefetchpipe-source", context=context)
@@ -158,11 +171,17 @@ class AsyncSource(Iterator[Any]):
             self._answer(_Outcome(error=IteratorClosedError(_LOOP_ENDED)))
 
     def _end(self) -> None:
+        if self._is_ending:
+            return  # a second cancellation would interrupt the source's cleaning up
         self._is_ending = True
-        if self._is_unanswered:
-            self._scope.cancel()
-        else:
+        if not self._is_unanswered:
             self._wanted.set()
+        elif self._is_trios:
+            self._scope.cancel()
+        elif self._task_runs:
+            # Once, as asyncio's users know it: a scope would cancel each `await` of the source's `finally` too.
+            self._is_cancelled = True
+            self._task.cancel()
 
     def _answer(self, outcome: _Outcome) -> None:
         self._is_unanswered = False
@@ -170,12 +189,19 @@ class AsyncSource(Iterator[Any]):
 
     async def _run(self) -> None:
         """The task. Raises nothing but the cancellation by its loop."""
+        import anyio
+
         try:
             with self._scope:
                 try:
                     while not self._is_ending and not self._is_done:
                         await self._pull()
+                except anyio.get_cancelled_exc_class():
+                    if not self._is_cancelled or self._task.cancelling() > 1:
+                        raise
                 finally:
+                    if self._is_cancelled:
+                        self._task.uncancel()
                     # Inside of the scope and outside of any other: the source may hold open some of its own.
                     await self._close_iterator()
         finally:
@@ -203,7 +229,7 @@ class AsyncSource(Iterator[Any]):
         except BaseException as error:
             if _is_cancellation_of_this_task(error):
                 raise
-            if self._scope.cancel_called:
+            if self._scope.cancel_called or self._is_cancelled:
                 return  # what its cleaning up raised has nobody to hear of it
             if isinstance(error, StopIteration):  # no end of ours
                 reason = RuntimeError("StopIteration was raised by an asynchronous source")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -21,7 +22,7 @@ from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.device.cpu import cpu_device
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.memory.landing import LandingSlot, LandingSlots
-from prefetchpipe.pipeline.asyncsource import SourceLeftError
+from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError, SourceWaitsError
 from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.pipeline.ticket import failed_ticket
 
@@ -30,6 +31,8 @@ __all__ = ["HostCounters", "Offload"]
 _CPU = torch.device("cpu")
 _LAYOUTS = 128
 _LEAVE_SECONDS = 0.5
+_PATIENCE_SECONDS = 2e-3
+"""A batch that is under way is not held back for longer by an asynchronous source that waits for its next one."""
 _LENT = 2
 """Slots that the consumer may hold: the batch in use, and the one before it, which a loop variable still names."""
 
@@ -108,6 +111,8 @@ class Offload:
         self._pulled: Any = _NOTHING
         self._error: BaseException | None = None
         self._borrowed: LandingSlot | None = None
+        self._shown: weakref.ref[Any] | None = None
+        """Goes with the last view of the borrowed slot."""
         self._in_turn = False  # no slabs: the device is full
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held by whoever takes a batch; the holder's thread is in _holder
@@ -135,12 +140,13 @@ class Offload:
             try:
                 if self._is_closed or self._pid != os.getpid():
                     raise IteratorClosedError("this pass was closed; iter(prefetcher) starts a new one")
-                self._give_back_borrowed()
+                if not self.is_over:  # nothing comes after the last batch, so its views stay
+                    self._give_back_borrowed()
                 if self._given_back:
                     return self._given_back.popleft()
                 # Without a free slot the oldest batch goes first: the consumer keeps more of them than it may.
-                while self.source is not None and self._pulls_next():
-                    self._pull()
+                while self.source is not None and self._pulls_next() and self._pull():
+                    pass
                 return self._deliver()
             finally:
                 if self._is_closed:
@@ -157,29 +163,38 @@ class Offload:
 
     # Launching
 
-    def _pull(self) -> None:
-        """Launch the copies of one more batch. Errors wait until the batches before them are delivered."""
+    def _pull(self) -> bool:
+        """Launch the copies of one more batch. Errors wait until the batches before them are delivered.
+
+        Returns:
+            Whether there is a point in pulling on: the source does not wait for something.
+        """
         try:
             if self._pulled is _NOTHING:
                 assert self.source is not None
+                if isinstance(self.source, AsyncSource):
+                    self.source.patience = _PATIENCE_SECONDS if self._pending else None
                 started = perf_counter()
                 try:
                     with nullcontext() if self.modes is None else self.modes.user_code():
                         self._pulled = next(self.source)
                 except StopIteration:
                     self.source = None
-                    return
+                    return False
                 finally:
                     self._counters.fetch_seconds += perf_counter() - started
             with nullcontext() if self.stream_of is None else self._device.on_stream(self.stream_of()):
                 self._pending.append(self._launch(self._pulled))
             self._pulled = _NOTHING
+        except SourceWaitsError:
+            return False
         except (KeyboardInterrupt, SourceLeftError):
             raise  # at once; what is under way stays for the next call
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
             self._pulled = _NOTHING
             self.source = None
             self._error = failed_ticket(error).error
+        return True
 
     def _launch(self, batch: Any) -> _Job:
         job = _Job()
@@ -324,6 +339,8 @@ class Offload:
             job.lent = self.slots.lend(slot)
         is_lent = job.lent is not None
         whole = slot.tensor if job.lent is None else job.lent
+        if self._borrow:
+            whole, self._shown = self.slots.show(slot)
         memory = []
         for block in layout.blocks:
             piece = whole[block.slot_offset : block.slot_offset + block.nbytes]
@@ -354,6 +371,13 @@ class Offload:
         if slot is not None:
             self.slots.release(slot)
 
+    def _leave_borrowed(self) -> None:
+        """There is no next batch: the views of this one last for as long as somebody has them."""
+        slot, self._borrowed = self._borrowed, None
+        if slot is not None:
+            assert self._shown is not None
+            self.slots.release_after(self._shown, slot)
+
     # The end
 
     def close(self) -> None:
@@ -370,7 +394,7 @@ class Offload:
 
     def _give_back(self) -> None:
         self.source, self._error, self._pulled = None, None, _NOTHING
-        self._give_back_borrowed()
+        self._leave_borrowed()
         self._given_back.clear()
         while self._pending:
             job = self._pending.popleft()

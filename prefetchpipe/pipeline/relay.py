@@ -114,7 +114,7 @@ class Relay:
         self._requests.put(False)
         if self._on_leave is not None:
             self._on_leave()
-        self.results.put(failed_ticket(IteratorClosedError("this pass was closed")))  # for a task that waits
+        self._tell_waiter()
         if self._thread is None or not self._thread.is_alive():
             self._give_back()
 
@@ -125,6 +125,10 @@ class Relay:
         while (ticket := self.results.poll()) is not None:
             if ticket.from_source:
                 self._offload.put_back(ticket.batch)
+        self._tell_waiter()  # once more: what was taken out above may have been meant for it
+
+    def _tell_waiter(self) -> None:
+        self.results.put(failed_ticket(IteratorClosedError("this pass was closed")))
 
     def join(self) -> None:
         """Wait for the end of a thread that was told to leave, or has put its last ticket."""

@@ -46,11 +46,12 @@ class RowsAhead:
         """The rows, [ids, dim], ordered on the current stream. Once."""
         rows, self._rows = self._rows, None
         patches, self._patches = self._patches, []
-        if rows is None:
-            return self._table.gather_rows(self._index)
         device = self._device
         stream = device.current_stream()
-        device.wait(stream, self._ready)  # contract 3: they were gathered on the copy stream
+        # Contract 3: they were gathered on the copy stream, behind their ids, which may be of another stream than this.
+        device.wait(stream, self._ready)
+        if rows is None:
+            return self._table.gather_rows(self._index)
         device.record_use(rows, stream)  # contract 4: they were allocated there too
         if patches:
             device.before_kernels()

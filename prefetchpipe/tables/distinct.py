@@ -33,7 +33,7 @@ def distinct_ids(index: Index) -> Distinct:
     ids = index.ids
     if not index.resident:
         found, inverse = torch.unique(ids, sorted=True, return_inverse=True)
-        return Distinct(Index(found, tuple(found.shape), resident=False), inverse)
+        return Distinct(Index(found, tuple(found.shape), resident=False, is_distinct=True), inverse)
     count = ids.numel()
     ordered, order = torch.sort(ids)
     first = torch.ones(count, dtype=torch.bool, device=ids.device)
@@ -43,4 +43,4 @@ def distinct_ids(index: Index) -> Distinct:
     inverse[order] = place
     found = torch.full_like(ids, PAD)
     found[place] = ordered  # equal ids write the same value to the same place
-    return Distinct(Index(found, (count,), resident=True), inverse)
+    return Distinct(Index(found, (count,), resident=True, is_distinct=True), inverse)

@@ -141,6 +141,7 @@ class HostEmbedding(nn.Module):
                 if distinct.index.resident:
                     # Contract 4: made on the stream that was current then.
                     device.record_use(distinct.inverse, device.current_stream())
+                    device.record_use(distinct.index.ids, device.current_stream())
         device.before_kernels()
         inverse = distinct.inverse.view(_shape_of(ids))
         if inverse.device != rows.device:
@@ -225,6 +226,11 @@ class HostEmbedding(nn.Module):
 
     # nn.Module
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002, ARG002 - torch's signature
+        """Give up gradients that no step has used; ``zero_grad`` of a module around this one does not get here."""
+        for one in self.take_active():
+            one.rows.grad = None  # a graph that was retained may add to it again
+
     def extra_repr(self) -> str:
         """As ``nn.Embedding``."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.table!r}"
@@ -269,7 +275,10 @@ def _remember(
 
     def hook(leaf: torch.Tensor) -> None:
         embedding = module()
-        if embedding is not None:
+        reference = None if embedding is None else embedding._optimizer  # noqa: SLF001
+        if embedding is None or reference is None or reference() is None:
+            leaf.grad = None  # nobody will step: a table that is not trained collects no gradients
+        else:
             embedding._active.setdefault(id(leaf), ActiveRows(distinct, leaf, version, states))  # noqa: SLF001
 
     return hook

@@ -27,11 +27,13 @@ class Index:
         ids: int64, one dimension, contiguous.
         shape: As the caller gave them.
         resident: They are on the table's device. Otherwise they are in host memory, and their range has been checked.
+        is_distinct: They are the distinct ids of some other index, so their positions say nothing to its user.
     """
 
     ids: torch.Tensor
     shape: tuple[int, ...]
     resident: bool
+    is_distinct: bool = False
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -74,21 +76,22 @@ def check_range(ids: torch.Tensor, rows: int, shape: tuple[int, ...]) -> None:
     raise out_of_range(int(ids[position]), position, rows, shape)
 
 
-def out_of_range(value: int, position: int, rows: int, shape: tuple[int, ...] | None) -> IndexError:
+def out_of_range(value: int, position: int | None, rows: int, shape: tuple[int, ...] | None) -> IndexError:
     """The error for one id.
 
     Args:
         value: The id.
-        position: Where it stands in the flat index.
+        position: Where it stands in the flat index; None if that is not known.
         rows: Rows of the table.
         shape: Shape of the index; None if it is not known any more.
     """
-    where = position if shape is None else tuple(int(i) for i in np.unravel_index(position, shape))
+    where = position if shape is None or position is None else tuple(map(int, np.unravel_index(position, shape)))
     allowed = f"0 to {rows - 1}" if rows else "none, the table has no rows"
     if isinstance(where, tuple) and len(where) == 1:
         where = where[0]
+    place = "" if where is None else f" at position {where}"
     return IndexError(
-        f"index {value} at position {where} is out of range for a table of {rows} rows; allowed: {allowed} "
+        f"index {value}{place} is out of range for a table of {rows} rows; allowed: {allowed} "
         "(negative ids do not count from the end)"
     )
 

@@ -14,7 +14,7 @@ from prefetchpipe.device.base import Device, Event, HostBlock
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 from prefetchpipe.memory.pinned import PinnedMemory
 
-__all__ = ["HostRows", "Keeper", "Staging", "numpy_dtype"]
+__all__ = ["HostRows", "Keeper", "Staging", "beside", "numpy_dtype"]
 
 _NUMPY = {
     dtype: np.dtype(str(dtype).removeprefix("torch."))
@@ -29,6 +29,11 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """NumPy's dtype for ``dtype``; where it has none (bfloat16, float8), unsigned integers of the same width."""
     known = _NUMPY.get(dtype)
     return np.dtype(f"u{dtype.itemsize}") if known is None else known
+
+
+def beside(path: Path) -> Path:
+    """Where a file is written that then takes the place of ``path``."""
+    return path.with_name(f"{path.name}.part")
 
 
 class HostRows:
@@ -57,6 +62,8 @@ class HostRows:
         self._budget = budget
         self._block: HostBlock | None = None
         self._mapped: np.memmap[Any, Any] | None = None
+        self._path: Path | None = None
+        self._part: Path | None = None
         nbytes = shape[0] * shape[1] * dtype.itemsize
         with torch.inference_mode(False):
             if path is not None:
@@ -82,9 +89,11 @@ class HostRows:
 
     def _map(self, path: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         wanted = numpy_dtype(dtype)
+        self._path = path = path.resolve()
         self.existed = path.exists()
         if not self.existed:
-            mapped = np.lib.format.open_memmap(path, mode="w+", dtype=wanted, shape=shape)
+            self._part = beside(path)
+            mapped = np.lib.format.open_memmap(self._part, mode="w+", dtype=wanted, shape=shape)
         else:
             try:
                 mapped = np.lib.format.open_memmap(path, mode="r+")
@@ -96,6 +105,31 @@ class HostRows:
                 )
         self._mapped = mapped
         return torch.from_numpy(mapped.view(np.ndarray)).view(dtype)
+
+    @property
+    def are_zeros(self) -> bool:
+        """A new file: nothing needs to be written for it to read as zeros, and it takes no room on the disk yet."""
+        return self._part is not None
+
+    def publish(self) -> None:
+        """A new file is filled: from here on it is there. Until then, an error or a kill leaves no half of a table."""
+        part, self._part = self._part, None
+        if part is not None:
+            assert self._path is not None
+            part.replace(self._path)
+
+    def discard(self) -> None:
+        """A new file could not be filled."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.unlink()
+
+    def is_mapped_from(self, path: Path) -> bool:
+        """Whether ``path`` is the file that holds these rows."""
+        try:
+            return self._mapped is not None and self._path is not None and self._path.samefile(path)
+        except FileNotFoundError:
+            return False
 
     def flush(self) -> None:
         """Write changed pages of a mapped file to disk."""

@@ -135,7 +135,7 @@ class StagedMover:
             self._device.record(event, stream)
             self._device.synchronize(event)  # contract 3: the ids are read by the host next
         check_range(host, len(self._rows.tensor), index.shape)
-        return Index(host, index.shape, resident=False)
+        return Index(host, index.shape, resident=False, is_distinct=index.is_distinct)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """See the protocol."""
@@ -167,7 +167,9 @@ class StagedMover:
         buffer = self._back.acquire(nbytes)
         stream = self._device.current_stream()
         self._device.copy_to_host(buffer, values, stream)
-        self._half = (index, buffer.view(values.dtype).view(values.shape), unique, adding)
+        # Contract 5: the ids may be the caller's own memory, and are read when the host writes.
+        held = Index(index.ids.clone(), index.shape, resident=False)
+        self._half = (held, buffer.view(values.dtype).view(values.shape), unique, adding)
         self._leave(self._back, stream)
 
     def _leave(self, staging: Staging, stream: Stream) -> None:
@@ -209,9 +211,9 @@ class KernelMover:
         self._ids = [Staging(device, budget), Staging(device, budget)]
         self._written: Event = device.new_event()
         self._reads: dict[Stream, Event] = {}
-        self._fault_block: HostBlock = budget.alloc(24)
-        self._fault = self._fault_block.tensor.view(torch.int64)
-        self._fault.zero_()
+        self._fault_block: HostBlock = budget.alloc(48)
+        # What kernels report: one record for ids as they were given, and one for distinct ids.
+        self._faults = tuple(self._fault_block.tensor.view(torch.int64).zero_().view(2, 3))
 
     def place(self, index: Index) -> Index:
         """To the device, by a copy on the current stream."""
@@ -228,14 +230,14 @@ class KernelMover:
             self._device.copy(ids, buffer, stream)
             self._device.record(staging.event, stream)
             staging.used = True
-        return Index(ids, index.shape, resident=True)
+        return Index(ids, index.shape, resident=True, is_distinct=index.is_distinct)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """See the protocol."""
         stream = self._device.current_stream()
         self._device.wait(stream, self._written)  # contract 3: a gather after a scatter sees it, on any stream
         if len(index):
-            self._kernels.gather(self._rows.tensor, index.ids, out, fault=self._fault, stream=stream)
+            self._kernels.gather(self._rows.tensor, index.ids, out, fault=self._fault_of(index), stream=stream)
         event = self._reads.get(stream)
         if event is None:
             event = self._reads[stream] = self._device.new_event()
@@ -246,7 +248,8 @@ class KernelMover:
         ids, order = (index.ids, None) if unique else self._sorted(index)
         stream = self._before_write()
         if len(index):
-            self._kernels.scatter(self._rows.tensor, ids, order, values, fault=self._fault, stream=stream)
+            fault = self._fault_of(index)
+            self._kernels.scatter(self._rows.tensor, ids, order, values, fault=fault, stream=stream)
         self._device.record(self._written, stream)
 
     def add(self, index: Index, values: torch.Tensor) -> None:
@@ -257,8 +260,13 @@ class KernelMover:
         ids, order = self._sorted(index)
         stream = self._before_write()
         if len(index):
-            self._kernels.add(self._rows.tensor, ids, order, values, fault=self._fault, stream=stream)
+            self._kernels.add(self._rows.tensor, ids, order, values, fault=self._fault_of(index), stream=stream)
         self._device.record(self._written, stream)
+
+    def _fault_of(self, index: Index) -> torch.Tensor:
+        given: torch.Tensor = self._faults[0]
+        distinct: torch.Tensor = self._faults[1]
+        return distinct if index.is_distinct else given
 
     def _sorted(self, index: Index) -> tuple[torch.Tensor, torch.Tensor]:
         self._device.before_kernels()
@@ -289,10 +297,11 @@ class KernelMover:
 
     def poll(self) -> None:
         """A look at page-locked memory."""
-        if int(self._fault[0]) == 2:  # noqa: PLR2004 - the kernel writes it last
-            _, value, position = self._fault.tolist()
-            self._fault.zero_()
-            raise out_of_range(value, position, len(self._rows.tensor), None)
+        for fault, is_distinct in zip(self._faults, (False, True), strict=True):
+            if int(fault[0]) == 2:  # noqa: PLR2004 - the kernel writes it last
+                _, value, position = fault.tolist()
+                fault.zero_()
+                raise out_of_range(value, None if is_distinct else position, len(self._rows.tensor), None)
 
     def close(self) -> None:
         """See the protocol."""
@@ -301,5 +310,5 @@ class KernelMover:
             self._device.synchronize(event)  # contract 6: kernels may still be reading this memory
         for staging in self._ids:
             staging.free()
-        self._fault = torch.zeros(3, dtype=torch.int64)
+        self._faults = tuple(torch.zeros(2, 3, dtype=torch.int64, device="cpu"))
         self._budget.free(self._fault_block)

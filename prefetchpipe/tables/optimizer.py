@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.tables.distinct import Distinct, distinct_ids
 from prefetchpipe.tables.embedding import ActiveRows, HostEmbedding
 from prefetchpipe.tables.index import Index, read_index
-from prefetchpipe.tables.rules import NOT_ROW_WISE, rule_for
+from prefetchpipe.tables.known import KnownStates
+from prefetchpipe.tables.rules import NOT_ROW_WISE, Rule, rule_for
 from prefetchpipe.tables.table import HostTable
 from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
 
 __all__ = ["RowOptimizer", "StepCount"]
 
 StepCount = Literal["row", "table"]
+
+_by_folder: weakref.WeakValueDictionary[Path, RowOptimizer] = weakref.WeakValueDictionary()
 
 _OURS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -44,7 +48,8 @@ class RowOptimizer(torch.optim.Optimizer):
         target: The embedding, or a table that :meth:`update` is called for.
         step_count: ``"row"``: each row counts the steps that it was in, so that bias correction fits rare rows.
             ``"table"``: one count for all, as ``torch.optim.SparseAdam`` has it; one launch whatever the counts.
-        path: A folder where the state tables are mapped files, for state larger than memory.
+        path: A folder where the state tables are mapped files, for state larger than memory; made if it is not there.
+            State that is in it is gone on with. Each optimizer has a folder of its own.
         max_pinned_bytes: Upper bound for the page-locked memory of each state table.
         options: Hyperparameters of ``kind`` (``lr``, ...). How the class runs is chosen here, so ``foreach``,
             ``fused``, ``capturable`` and ``differentiable`` are not taken.
@@ -89,6 +94,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._table = table
         self._embedding = target if isinstance(target, HostEmbedding) else None
         self._folder = None if path is None else Path(path)
+        if self._folder is not None:
+            self._open(self._folder)
         self._max_pinned_bytes = max_pinned_bytes
         placeholder = torch.nn.Parameter(torch.empty(0, table.shape[1], dtype=table.dtype, device=table.device))
         self._inner = kind([placeholder], **options)
@@ -96,10 +103,23 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__([placeholder], self._inner.defaults)
         self.param_groups = self._inner.param_groups  # learning rate schedules set them here
         self._states: dict[str, HostTable] = {}
-        self._columns = _Columns(partial(self._new_table, width=1))
+        self._columns = _Columns(weakref.WeakMethod(self._add_found))  # no cycle: `del` gives the memory back
+        self._found: KnownStates | None = None
         self._update = self._choose(step_count)
         if self._embedding is not None:
             self._embedding._optimizer = weakref.ref(self)  # noqa: SLF001 - the newest one takes the gradients
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        other = _by_folder.get(folder.resolve())
+        if other is not None and other._table is not self._table:  # noqa: SLF001 - one of us
+            warnings.warn(
+                f"path={str(folder)!r} holds the state of another RowOptimizer that is in use; the two write over each "
+                "other: give each a folder of its own",
+                PrefetchWarning,
+                stacklevel=3,
+            )
+        _by_folder[folder.resolve()] = self
 
     def _choose(self, step_count: StepCount) -> Update:
         rule = self._rule
@@ -109,27 +129,58 @@ class RowOptimizer(torch.optim.Optimizer):
                     f"step_count='table' is not known for {type(self._inner).__name__} with these options; use 'row'"
                 )
             self._columns.tables["seen"] = self._new_table("seen", torch.uint8, width=1)
+            if self._folder is not None:
+                self._found = KnownStates(self._folder)
+                for name, dtype, is_number in self._found.read():
+                    self._add_found(name, dtype, is_number=is_number)
             return ByCount(self._columns, known=False)
-        for name, value in rule.states.items():
-            self._states[name] = self._new_table(name, self._table.dtype, value)
+        self._add_states(rule)
         if step_count == "table" and rule.counts_matter:
-            return Shared(rule.scalars)
+            return Shared({name: self._one_number(name, value) for name, value in rule.scalars.items()}, rule.from_lr)
         for name, value in rule.scalars.items():
             self._columns.tables[name] = self._new_table(name, torch.float32, value, width=1)
         group = self._inner.param_groups[0]
         if not rule.counts_matter:
             group["foreach"] = False  # it is one parameter
-            return AtOnce(scalar_step=rule.scalar_step)
+            return AtOnce(scalar_step=rule.scalar_step, from_lr=rule.from_lr)
         if rule.capturable and self._table.device.type in _capturable_devices():
             group.update(foreach=False, capturable=True)
             self._inner._warned_capturable_if_run_uncaptured = True  # noqa: SLF001 - meant
-            return AtOnce(scalar_step=False)
-        return ByCount(self._columns, known=True)
+            return AtOnce(scalar_step=False, from_lr=rule.from_lr)
+        return ByCount(self._columns, known=True, from_lr=rule.from_lr)
+
+    def _add_states(self, rule: Rule) -> None:
+        for name, value in rule.states.items():
+            if name not in self._states:
+                self._states[name] = self._new_table(name, self._table.dtype, value)
+
+    def _follow_options(self) -> None:
+        """A schedule may have switched on what wants one more state: ``OneCycleLR`` and momentum."""
+        rule = None if self._rule is None else rule_for(type(self._inner), self.param_groups[0])
+        if rule is not None:
+            self._add_states(rule)
+
+    def _add_found(self, name: str, dtype: torch.dtype, *, is_number: bool) -> None:
+        """A table for state that the class turned out to have."""
+        tables = self._columns.tables if is_number else self._states
+        tables[name] = self._new_table(name, dtype, width=1 if is_number else None)
+        if self._found is not None:
+            self._found.add(name, dtype, is_number=is_number)
+
+    def _one_number(self, name: str, value: float) -> torch.Tensor:
+        """A number of the whole table, kept where its state is."""
+        if self._folder is None:
+            return torch.tensor(value, dtype=torch.float32, device="cpu")
+        path = self._folder / f"{name}.npy"
+        init = None if path.exists() else lambda rows: rows.fill_(value)
+        view = HostTable(1, 1, torch.float32, "cpu", init, path=path).host_tensor()
+        return view[0, 0]
 
     def _new_table(self, name: str, dtype: torch.dtype, value: float = 0.0, *, width: int | None = None) -> HostTable:
         table = self._table
         path = None if self._folder is None else self._folder / f"{name}.npy"
-        init = None if path is not None and path.exists() else lambda rows: rows.fill_(value)
+        kept = not value or (path is not None and path.exists())
+        init = None if kept else lambda rows: rows.fill_(value)
         return HostTable(
             table.shape[0],
             width or table.shape[1],
@@ -227,6 +278,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _apply(self, index: Index, rows: torch.Tensor, grad: torch.Tensor, active: ActiveRows | None) -> None:
         if not len(index):
             return
+        self._follow_options()
         states = {}
         for name, table in self._moving().items():
             ahead = None if active is None else active.states.pop(table, None)
@@ -234,7 +286,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._table.where.before_kernels()
         made = self._update(self._inner, index, rows, grad, states)
         for name, new in made.items():
-            self._states[name] = self._new_table(name, new.dtype)
+            self._add_found(name, new.dtype, is_number=False)
             states[name] = new
         tables = self.tables
         for name, state in states.items():
@@ -247,12 +299,26 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def tables_ahead(self) -> list[HostTable]:
         """State tables whose rows can be gathered ahead of a step."""
+        self._follow_options()
         return list(self._moving().values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002, ARG002 - torch's signature
         """Give up gradients that no step has used."""
         if self._embedding is not None:
-            self._embedding.take_active()
+            self._embedding.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not served: an optimizer has the rows of one table.
+
+        Raises:
+            TypeError: Always.
+        """
+        if self.param_groups:  # the base class adds the first one
+            raise TypeError(
+                "a RowOptimizer trains the rows of one table: give another embedding a RowOptimizer of its own, and "
+                "other parameters another optimizer"
+            )
+        super().add_param_group(param_group)
 
     # State
 
@@ -273,9 +339,12 @@ class RowOptimizer(torch.optim.Optimizer):
         state = dict(state_dict["state"])
         rows, dim = self._table.shape
         shared = self._update.scalars if isinstance(self._update, Shared) else {}
-        differing = {*self.tables, *shared} ^ set(state)
-        if self._rule is None:  # its state is found out at the first step
-            differing -= set(state)
+        (group,) = state_dict["param_groups"]
+        options = {k: v for k, v in group.items() if k not in ("params", *_OURS)}
+        rule = None if self._rule is None else rule_for(type(self._inner), {**self.param_groups[0], **options})
+        own = {*self.tables, *shared}
+        # State that these options ask for may come in; of a class that is not known, any.
+        differing = (own ^ set(state)) - (set(state) if rule is None else {*rule.states} - own)
         if differing:
             raise ValueError(f"state_dict is that of another optimizer; they differ in {sorted(differing)}")
         numbers = set(state_dict["numbers"])
@@ -285,14 +354,15 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"state {name!r} must have shape {wanted}, not {tuple(value.shape)}")
         for name, value in state.items():
             if name in shared:
-                shared[name] = value.clone()
+                shared[name].copy_(value)
                 continue
             if name not in self.tables:
-                where = self._columns.tables if name in numbers else self._states
-                where[name] = self._new_table(name, value.dtype, width=value.shape[1])
+                self._add_found(name, value.dtype, is_number=name in numbers)
             self.tables[name].host_tensor().copy_(value)
-        (group,) = state_dict["param_groups"]
-        self.param_groups[0].update({k: v for k, v in group.items() if k not in ("params", *_OURS)})
+        self.param_groups[0].update(options)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a RowOptimizer cannot be copied or pickled: its state is in tables; use state_dict()")
 
     def __repr__(self) -> str:
         return f"RowOptimizer({type(self._inner).__name__}, {self._table!r}, state {sorted(self.tables)})"
@@ -301,9 +371,9 @@ class RowOptimizer(torch.optim.Optimizer):
 class _Columns:
     """The numbers of all rows, one table of width 1 each."""
 
-    def __init__(self, make: Callable[[str, torch.dtype], HostTable]) -> None:
+    def __init__(self, add: weakref.WeakMethod[Callable[..., None]]) -> None:
         self.tables: dict[str, HostTable] = {}
-        self._make = make
+        self._add = add
 
     def read(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """[ids] each, in host memory."""
@@ -313,7 +383,9 @@ class _Columns:
         """[ids] each; a name that is new gets a table."""
         for name, value in values.items():
             if name not in self.tables:
-                self.tables[name] = self._make(name, value.dtype)
+                add = self._add()
+                assert add is not None
+                add(name, value.dtype, is_number=True)
             self.tables[name].host_tensor()[ids, 0] = value
 
 

@@ -24,6 +24,8 @@ class Rule:
         counts_matter: Whether the update depends on a scalar. If not, all rows can be updated at once.
         scalar_step: ``step`` is read as a Python number even where it does not matter, so it cannot be one per row.
         capturable: The class can take its scalars as tensors, with one entry per row.
+        from_lr: States and scalars that start with the learning rate of the row's first step: a schedule may have
+            changed it by then.
     """
 
     states: Mapping[str, float]
@@ -31,6 +33,7 @@ class Rule:
     counts_matter: bool = True
     scalar_step: bool = False
     capturable: bool = True
+    from_lr: tuple[str, ...] = ()
 
 
 def rule_for(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Rule | None:
@@ -45,10 +48,10 @@ def rule_for(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> R
 
 
 def _sgd(options: Mapping[str, Any]) -> Rule | None:
-    if not options["momentum"]:
-        return Rule({}, counts_matter=False, capturable=False)
     if options["dampening"]:
         return None  # the first step of a row takes the gradient undamped
+    if not options["momentum"]:
+        return Rule({}, counts_matter=False, capturable=False)
     return Rule({"momentum_buffer": 0.0}, counts_matter=False, capturable=False)
 
 
@@ -76,7 +79,8 @@ def _rmsprop(options: Mapping[str, Any]) -> Rule:
 
 
 def _rprop(options: Mapping[str, Any]) -> Rule:
-    return Rule({"prev": 0.0, "step_size": float(options["lr"])}, {"step": 0.0}, counts_matter=False)
+    states = {"prev": 0.0, "step_size": float(options["lr"])}
+    return Rule(states, {"step": 0.0}, counts_matter=False, from_lr=("step_size",))
 
 
 def _adam(options: Mapping[str, Any]) -> Rule:
@@ -91,7 +95,7 @@ def _adamax(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature
 
 
 def _asgd(options: Mapping[str, Any]) -> Rule:
-    return Rule({"ax": 0.0}, {"step": 0.0, "eta": float(options["lr"]), "mu": 1.0})
+    return Rule({"ax": 0.0}, {"step": 0.0, "eta": float(options["lr"]), "mu": 1.0}, from_lr=("eta",))
 
 
 _RULES: dict[type[torch.optim.Optimizer], Any] = {

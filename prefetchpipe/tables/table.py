@@ -49,7 +49,7 @@ class HostTable:
         init: None or ``"zeros"``; a callable that fills the CPU tensor it is given, such as
             ``torch.nn.init.normal_``; or a tensor or array of shape [num_rows, dim].
         path: A ``.npy`` file that is mapped and holds the rows, for tables larger than memory. If it is there its rows
-            are kept, and ``init`` must be None.
+            are kept, and ``init`` must be None. A new one appears when ``init`` is done.
         max_pinned_bytes: Upper bound for the page-locked memory of this table, staging included. A table that does not
             fit lives in ordinary memory, with one warning.
 
@@ -104,7 +104,7 @@ class HostTable:
             if self._rows.existed and init is not None:
                 raise ValueError(f"init must be None: path={str(path)!r} is there, and its rows are kept")
             if not self._rows.existed:
-                fill_rows(self._rows.tensor, init)
+                self._fill(init)
             self._mover = make_mover(self._rows, self.where, budget)
         self.pinned = self._rows.pinned
         self._handover = self.where.new_event()
@@ -113,6 +113,15 @@ class HostTable:
         self._lock = threading.RLock()
         self._keeper = Keeper()
         self._finalizer = weakref.finalize(self._keeper, _close, self._rows, self._mover, self.where, os.getpid())
+
+    def _fill(self, init: Init) -> None:
+        try:
+            if not (self._rows.are_zeros and (init is None or isinstance(init, str))):
+                fill_rows(self._rows.tensor, init)
+        except BaseException:
+            self._rows.discard()
+            raise
+        self._rows.publish()
 
     # Rows to the device and back
 
@@ -360,13 +369,18 @@ class HostTable:
         self._rows.flush()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows to a ``.npy`` or ``.safetensors`` file.
+        """Write all rows to a ``.npy`` or ``.safetensors`` file, which takes the place of one that is there.
+
+        Onto the very file that this table maps it is :meth:`flush`.
 
         Raises:
             ValueError: Another ending.
             ImportError: safetensors is not installed (extra ``tables``).
         """
         with self._lock:
+            if self._rows.is_mapped_from(Path(path)):
+                self.flush()
+                return
             self.synchronize()
             save_rows(Path(path), self._rows.tensor)
 

@@ -59,23 +59,37 @@ def _leaf(rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
+def _begin(inner: torch.optim.Optimizer, states: Rows, step: torch.Tensor, names: tuple[str, ...]) -> None:
+    """Where ``step`` is 0, what is named starts with the learning rate of now, as in a new parameter."""
+    rate = inner.param_groups[0]["lr"]
+    for name in names:
+        state = states[name]
+        if isinstance(rate, torch.Tensor):
+            rate = rate.to(state.device, state.dtype)
+        state.copy_(torch.where(step == 0, rate, state))
+
+
 class AtOnce:
     """All rows in one step of torch's: either no scalar matters, or the class takes scalars of one number a row.
 
     Args:
         scalar_step: ``step`` goes in as a number, and its column is counted here.
+        from_lr: See :class:`~prefetchpipe.tables.rules.Rule`.
     """
 
     columns_on_device = True
 
-    def __init__(self, *, scalar_step: bool) -> None:
+    def __init__(self, *, scalar_step: bool, from_lr: tuple[str, ...] = ()) -> None:
         self._scalar_step = scalar_step
+        self._from_lr = from_lr
 
     def __call__(
         self, inner: torch.optim.Optimizer, index: Index, rows: torch.Tensor, grad: torch.Tensor, states: Rows
     ) -> Rows:
         """See the protocol."""
         del index
+        if self._from_lr:
+            _begin(inner, states, states["step"], self._from_lr)
         given: dict[str, Any] = dict(states)
         if self._scalar_step:
             given["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -91,22 +105,28 @@ class Shared:
     """All rows in one step, with one step count for the table: the steps of this optimizer, not of the row.
 
     Args:
-        scalars: Where they start.
+        scalars: Where they are kept, one number each; changed in place.
+        from_lr: See :class:`~prefetchpipe.tables.rules.Rule`.
     """
 
     columns_on_device = False
 
-    def __init__(self, scalars: Mapping[str, float]) -> None:
-        self.scalars = {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in scalars.items()}
+    def __init__(self, scalars: Rows, from_lr: tuple[str, ...] = ()) -> None:
+        self.scalars = scalars
+        self._from_lr = from_lr
 
     def __call__(
         self, inner: torch.optim.Optimizer, index: Index, rows: torch.Tensor, grad: torch.Tensor, states: Rows
     ) -> Rows:
         """See the protocol."""
         del index
-        (after,) = run(inner, [_leaf(rows, grad)], [{**states, **self.scalars}])
-        for name in self.scalars:
-            self.scalars[name] = torch.as_tensor(after[name], device="cpu")
+        if self._from_lr:
+            _begin(inner, self.scalars, self.scalars["step"], self._from_lr)
+        # Clones: a step that raises half-way has counted nothing.
+        scalars = {name: value.clone() for name, value in self.scalars.items()}
+        (after,) = run(inner, [_leaf(rows, grad)], [{**states, **scalars}])
+        for name, value in self.scalars.items():
+            value.copy_(torch.as_tensor(after[name]))
         for name, state in states.items():
             if after[name] is not state:
                 state.copy_(after[name])
@@ -122,13 +142,15 @@ class ByCount:
         columns: The scalars of all rows.
         known: The state is known from the start. Otherwise a row without a count goes in without any state, as a new
             parameter does, and what the optimizer makes of it becomes the state.
+        from_lr: See :class:`~prefetchpipe.tables.rules.Rule`.
     """
 
     columns_on_device = False
 
-    def __init__(self, columns: Columns, *, known: bool) -> None:
+    def __init__(self, columns: Columns, *, known: bool, from_lr: tuple[str, ...] = ()) -> None:
         self._columns = columns
         self._known = known
+        self._from_lr = from_lr
 
     def __call__(
         self, inner: torch.optim.Optimizer, index: Index, rows: torch.Tensor, grad: torch.Tensor, states: Rows
@@ -138,6 +160,8 @@ class ByCount:
         real = int((ids != PAD).sum())  # PAD stands at the end
         ids = ids[:real]
         scalars = self._columns.read(ids)
+        if self._from_lr:
+            _begin(inner, scalars, scalars["step"], self._from_lr)
         order, starts = _groups(scalars, real)
         sorted_in = order.to(rows.device)
         picked, grads = rows.index_select(0, sorted_in), grad.index_select(0, sorted_in)

@@ -688,6 +688,48 @@ def test_c9_leaving_a_source_that_gives_nothing_more(run: Run, way: str) -> None
     run(main)
 
 
+@pytest.mark.parametrize("way", ["break", "async with", "twice"])
+def test_c9_a_source_may_await_while_it_cleans_up(way: str) -> None:
+    """On asyncio, as a plain loop lets it; its pull is under way when the pass is left. (On trio it needs a shield.)"""
+    steps: list[str] = []
+
+    async def main() -> None:
+        waits, ended = asyncio.Event(), asyncio.Event()
+
+        async def source() -> AsyncIterator[torch.Tensor]:
+            try:
+                for index in range(2):
+                    yield filled(index)
+                waits.set()
+                await anyio.sleep_forever()
+            finally:
+                for step in ("first", "second"):
+                    await asyncio.sleep(0)
+                    steps.append(step)
+                ended.set()
+
+        prefetcher = GPUPrefetcher(source(), "cpu")
+        if way == "break":
+            async for _ in prefetcher:
+                await waits.wait()
+                break
+            del prefetcher
+            gc.collect()
+        else:
+            async with prefetcher:
+                async for _ in prefetcher:
+                    await waits.wait()
+                    break
+                if way == "twice":
+                    prefetcher._shared.async_source.cancel()
+        with anyio.fail_after(TIMEOUT):
+            await ended.wait()
+
+    anyio.run(main)
+    assert steps == ["first", "second"]
+    assert join_ours() == set()
+
+
 def test_c9_break_waits_for_no_loader(run: Run) -> None:
     """The producer is inside the loader, which does not come back before the loop goes on."""
     entered, may_go_on = threading.Event(), threading.Event()
@@ -778,6 +820,72 @@ def test_both_directions_in_one_loop(run: Run, device: Any) -> None:
             assert await firsts(back, "cpu") == list(range(9))
 
     run(main)
+
+
+@pytest.mark.parametrize("direction", [GPUPrefetcher, HostPrefetcher])
+@pytest.mark.parametrize("what", ["prefetcher", "iterator"])
+@pytest.mark.parametrize("own", [True, False], ids=["iterable", "generator"])
+def test_c9_whoever_waits_while_it_is_closed_hears_of_it(run: Run, direction: Any, what: str, own: bool) -> None:
+    async def live() -> AsyncIterator[torch.Tensor]:
+        yield filled(0)
+        await anyio.sleep_forever()
+
+    class Live:
+        def __aiter__(self) -> AsyncIterator[torch.Tensor]:
+            return live()
+
+    raised = []
+
+    async def main() -> None:
+        prefetcher = direction(Live() if own else live(), device="cpu")
+        iterator = aiter(prefetcher)
+        assert float((await anext(iterator))[0]) == 0
+
+        async def wait() -> None:
+            with pytest.raises(IteratorClosedError):
+                await anext(iterator)
+            raised.append(True)
+
+        with anyio.fail_after(TIMEOUT):
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+                await anyio.wait_all_tasks_blocked()
+                await (prefetcher if what == "prefetcher" else iterator).aclose()
+            with contextlib.suppress(IteratorClosedError, StopAsyncIteration):
+                await anext(iterator)
+            await prefetcher.aclose()
+
+    run(main)
+    assert raised == [True]
+    assert join_ours() == set()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_live_source_that_waits_holds_no_batch_back(run: Run, device: Any, depth: int) -> None:
+    """Its next batch comes when the one before has been answered: nothing ahead of that is there to be pulled."""
+
+    async def main() -> list[float]:
+        send, receive = anyio.create_memory_object_stream[torch.Tensor](1)
+        got = []
+
+        async def source() -> AsyncIterator[Any]:
+            async with receive:
+                async for batch in GPUPrefetcher(receive, device):
+                    yield batch
+
+        with anyio.fail_after(TIMEOUT):
+            await send.send(filled(0))
+            async with send, HostPrefetcher(source(), depth, device=device) as results:
+                async for out in results:
+                    got.append(float(out[0]))
+                    if len(got) == 5:
+                        await send.aclose()
+                    else:
+                        await send.send(filled(len(got)))
+        return got
+
+    assert run(main) == [0, 1, 2, 3, 4]
+    assert join_ours() == set()
 
 
 def test_waiting_for_a_copy_back_does_not_hold_the_loop(run: Run) -> None:

@@ -177,6 +177,34 @@ def test_c2_borrowed_views_last_until_the_next(device: Any, size: int) -> None:
         assert prefetcher.stats().copied_out_bytes == prefetcher.stats().lent_bytes == 0
 
 
+@pytest.mark.parametrize("way", ["break", "end", "close"])
+@pytest.mark.parametrize("size", [16, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["small", "large"])
+def test_c2_the_borrowed_batch_at_which_a_loop_is_left_stays(device: Any, way: str, size: int) -> None:
+    class Again:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(outputs(device, 4, size))
+
+    prefetcher = HostPrefetcher(Again(), device=device, borrow=True)
+    held = prefetcher._shared.memory
+    kept = []
+    for _ in range(6):
+        batch = None
+        for out in prefetcher:
+            batch = out
+            if way != "end":
+                break
+        kept.append(batch)
+        if way == "close":
+            prefetcher.close()
+    expected = 4 if way == "end" else 1
+    del prefetcher
+    gc.collect()
+    assert lows_and_highs(kept) == [(expected, expected)] * 6
+    del batch, out
+    kept.clear()
+    assert held.held_bytes == 0
+
+
 # C3, C5: ordered by events; the source may free and overwrite
 
 

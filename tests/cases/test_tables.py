@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefetchpipe import HostTable
+from prefetchpipe import HostEmbedding, HostTable
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import is_cuda, is_simulated, run_script, settle
 from tests.support_tables import ZeroCopyDevice, on_device
@@ -88,6 +88,19 @@ def test_n6_an_id_on_the_device_is_checked_there(stream_device: Any, bad: int) -
     if isinstance(device, ZeroCopyDevice) or (is_cuda(device) and table.ids_on_device):
         expected[1] = expected[2] = 1
     assert torch.equal(table.host_tensor(), expected)
+
+
+@pytest.mark.parametrize("bad", OUTSIDE)
+def test_n6_of_ids_that_an_embedding_looks_up_no_wrong_position_is_named(stream_device: Any, bad: int) -> None:
+    """The device sees them sorted; where the id stood in the batch is not known there."""
+    device = stream_device
+    embedding = HostEmbedding(5, DIM, device=device)
+    if not embedding.table.ids_on_device:
+        pytest.skip("ids are checked in host memory")
+    with pytest.raises(IndexError, match=rf"index {bad} is out of range for a table of 5 rows"):
+        embedding(on_device(device, torch.tensor([3, bad, 2])))
+        settle(device)
+        embedding.table.synchronize()
 
 
 @pytest.mark.parametrize("index", [[], np.zeros((2, 0), np.int32), torch.zeros(0, 3, dtype=torch.uint8)])

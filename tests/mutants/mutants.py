@@ -588,6 +588,22 @@ MUTANTS = (
         _tables("test_c3_rows_ahead_are_waited_for_when_taken"),
     ),
     Mutant(
+        "rows ahead that are gathered again do not wait for their ids",
+        AHEAD,
+        "device.wait(stream, self._ready)\n        if rows is None:\n",
+        "if rows is not None:\n            device.wait(stream, self._ready)\n        else:\n",
+        3,
+        _tables("test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids"),
+    ),
+    Mutant(
+        "a scatter that is half-way reads the caller's ids",
+        MOVERS,
+        "held = Index(index.ids.clone(), index.shape, resident=False)",
+        "held = index",
+        5,
+        _tables("test_c5_the_ids_of_a_scatter_may_be_written_to_at_once"),
+    ),
+    Mutant(
         "rows ahead miss what was written back since",
         AHEAD,
         "_replace(rows, self._index, new, index)",

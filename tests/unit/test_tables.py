@@ -290,6 +290,40 @@ def test_a_mapped_table_keeps_its_rows_in_the_file(tmp_path: Path, device: Any) 
         HostTable(5, 4, device=device, path=tmp_path / "other.npy")
 
 
+@pytest.mark.parametrize("init", [torch.zeros(5, 4), lambda rows: rows[7]])
+def test_a_file_that_could_not_be_filled_is_not_taken_for_a_table(tmp_path: Path, init: Any) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        HostTable(6, 4, device="cpu", init=init, path=tmp_path / "rows.npy")
+    assert list(tmp_path.iterdir()) == []
+    table = HostTable(6, 4, device="cpu", init=numbers(), path=tmp_path / "rows.npy")
+    assert torch.equal(table.host_tensor(), numbers())
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
+
+
+def test_saving_onto_a_mapped_file_destroys_no_rows(tmp_path: Path) -> None:
+    """Truncated, it would read as zeros in the table that maps it."""
+    path = tmp_path / "rows.npy"
+    table = HostTable(6, 4, device="cpu", init=numbers(), path=path)
+    table.save(path)
+    assert torch.equal(table.host_tensor(), numbers())
+    table.scatter([0], torch.full((1, 4), 9.0))
+    table.flush()
+    assert np.load(path)[0].tolist() == [9] * 4  # still the same file
+    (tmp_path / "link.npy").symlink_to(path)
+    HostTable(2, 2, device="cpu", init=torch.ones(2, 2)).save(tmp_path / "link.npy")
+    assert table[1].tolist() == numbers()[1].tolist()
+    assert np.load(path).tolist() == [[1, 1], [1, 1]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.npy", "rows.npy"]
+
+
+def test_files_in_foreign_byte_order(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.asfortranarray(numbers().numpy().astype(">f4")))
+    assert torch.equal(HostTable.load(tmp_path / "rows.npy", "cpu").host_tensor(), numbers())
+    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
+    with pytest.raises(ValueError, match="numbers that torch has are wanted"):
+        HostTable.load(tmp_path / "words.npy", "cpu")
+
+
 def test_a_mapped_table_of_a_type_that_numpy_lacks(tmp_path: Path) -> None:
     HostTable(2, 2, torch.bfloat16, "cpu", torch.full((2, 2), 1.5), path=tmp_path / "a.npy").close()
     again = HostTable(2, 2, torch.bfloat16, "cpu", path=tmp_path / "a.npy")

@@ -16,6 +16,7 @@ import torch
 from torch import nn, optim
 
 from prefetchpipe import HostEmbedding, HostTable
+from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.tables import RowOptimizer
 from prefetchpipe.testing import SimulatedDevice
 from tests.support_tables import ZeroCopyDevice, on_device
@@ -348,6 +349,119 @@ def test_with_a_closure_and_a_learning_rate_schedule() -> None:
     assert losses[0] == pytest.approx(float(start()[1].sum()))
 
 
+SCHEDULES = {
+    "warm-up": lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 * (step + 1)),
+    "one cycle": lambda optimizer: optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step_count", ["row", "table"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *((name, "warm-up") for name in NINE),
+        *(
+            (name, "one cycle")
+            for name in ("SGD", "SGD dampening", "SGD momentum", "RMSprop", "Adamax", "AdamW", "Adam")
+        ),
+    ],
+)
+def test_under_a_schedule_too_rows_are_those_of_a_dense_embedding(name: str, schedule: str, step_count: str) -> None:
+    """Rprop and ASGD start from the rate of the first step; one cycle switches momentum on after construction."""
+    if name == "SGD dampening" and step_count == "table":
+        pytest.skip("not known for it")
+    kind, options = OPTIMIZERS[name]
+    options = {**options, "momentum": 0.0} if name == "SGD dampening" else options
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=start())
+    reference = nn.Embedding(ROWS, DIM, _weight=start())
+    optimizers = [
+        RowOptimizer(kind, embedding, step_count=step_count, **options),  # type: ignore[arg-type]
+        kind(reference.parameters(), **options),
+    ]
+    schedules = [SCHEDULES[schedule](optimizer) for optimizer in optimizers]
+    for batch in batches(every_row=True):
+        for module, optimizer, rates in zip((embedding, reference), optimizers, schedules, strict=True):
+            train(module, optimizer, [batch])  # type: ignore[arg-type]
+            rates.step()
+    assert torch.equal(embedding.table.host_tensor(), reference.weight)
+
+
+@pytest.mark.parametrize("name", ["Rprop", "ASGD"])
+def test_a_row_starts_with_the_rate_of_its_own_first_step(device: Any, capturable_here: None, name: str) -> None:
+    kind, options = OPTIMIZERS[name]
+    embedding = HostEmbedding(ROWS, DIM, device=device, init=start())
+    optimizer = RowOptimizer(kind, embedding, **options)
+    alone = start()[[2]].requires_grad_()
+    for rate in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = rate
+        train(embedding, optimizer, [(torch.tensor([1]), torch.ones(1, DIM))])
+    stepper = kind([alone], **{**options, "lr": 0.25})
+    for _ in range(2):
+        train(embedding, optimizer, [(torch.tensor([2]), torch.ones(1, DIM))])
+        stepper.zero_grad()
+        alone.pow(2).sum().backward()
+        stepper.step()
+    torch.testing.assert_close(embedding.table.host_tensor()[[2]], alone.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_resuming_with_momentum_that_a_schedule_switched_on() -> None:
+    def make() -> Any:
+        embedding = HostEmbedding(ROWS, DIM, device="cpu", init=start())
+        optimizer = RowOptimizer(optim.SGD, embedding, lr=0.1)
+        return embedding, optimizer, SCHEDULES["one cycle"](optimizer)
+
+    data = batches(every_row=False)
+    embedding, optimizer, schedule = make()
+    again, other, rates = make()
+    for step, batch in enumerate(data):
+        if step == 3:
+            again.load_state_dict(embedding.state_dict())
+            other.load_state_dict(optimizer.state_dict())
+            rates.load_state_dict(schedule.state_dict())
+        train(embedding, optimizer, [batch])
+        schedule.step()
+        if step >= 3:
+            train(again, other, [batch])
+            rates.step()
+    assert torch.equal(again.table.host_tensor(), embedding.table.host_tensor())
+    assert not torch.equal(again.table.host_tensor(), start())
+
+
+def test_gradients_that_were_given_up_do_not_come_back() -> None:
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=start())
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    for give_up in (optimizer.zero_grad, embedding.zero_grad):
+        before = embedding.table.host_tensor().clone()
+        loss = embedding(torch.tensor([1])).sum()
+        loss.backward(retain_graph=True)
+        give_up()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(embedding.table.host_tensor()[1], before[1] - 1)
+
+
+def test_without_an_optimizer_no_gradients_are_kept() -> None:
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=start())
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    del optimizer
+    for _ in range(3):
+        embedding(torch.tensor([1])).sum().backward()
+    assert embedding.take_active() == []
+
+
+def test_a_further_group_of_parameters_is_refused() -> None:
+    optimizer = RowOptimizer(optim.SGD, HostTable(2, 2, device="cpu"), lr=1.0)
+    with pytest.raises(TypeError, match="trains the rows of one table"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied_half(twin: Any) -> None:
+    with pytest.raises(TypeError, match="use state_dict"):
+        twin(RowOptimizer(optim.SGD, HostTable(2, 2, device="cpu"), lr=1.0))
+
+
 def test_updates_by_hand(device: Any) -> None:
     table = HostTable(ROWS, DIM, device=device, init=start())
     optimizer = RowOptimizer(optim.Adam, table, lr=0.1)
@@ -458,6 +572,35 @@ def test_state_in_mapped_files(tmp_path: Path) -> None:
         gc.collect()
     assert np.array_equal(np.load(path), straight.table.numpy())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["exp_avg.npy", "exp_avg_sq.npy", "rows.npy", "step.npy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "step_count"),
+    [("NAdam", "row"), ("SGD dampening", "row"), ("Adam", "table"), ("ASGD", "table"), ("ASGD", "row")],
+)
+def test_state_in_mapped_files_is_gone_on_with(tmp_path: Path, name: str, step_count: str) -> None:
+    """Also state that is found out at the first step, and a count of the whole table."""
+    kind, options = OPTIMIZERS[name]
+    data = batches(every_row=False, steps=8)
+    straight, _ = trained("cpu", name, data, step_count=step_count)
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=start())
+    for part in (data[:3], data[3:4], data[4:]):
+        optimizer = RowOptimizer(kind, embedding, path=tmp_path / "a" / "folder", step_count=step_count, **options)
+        train(embedding, optimizer, part)
+        del optimizer
+        gc.collect()
+    assert torch.equal(embedding.table.host_tensor(), straight.table.host_tensor())
+
+
+def test_two_optimizers_in_one_folder_are_told(tmp_path: Path) -> None:
+    first, second = (HostEmbedding(ROWS, DIM, device="cpu") for _ in range(2))
+    optimizer = RowOptimizer(optim.Adam, first, path=tmp_path)
+    with pytest.warns(PrefetchWarning, match="of another RowOptimizer that is in use"):
+        RowOptimizer(optim.Adam, second, path=tmp_path)
+    optimizer = RowOptimizer(optim.Adam, second, path=tmp_path / "second")
+    again = RowOptimizer(optim.Adam, second, path=tmp_path / "second")  # a newer one takes over
+    assert again.tables.keys() == optimizer.tables.keys()
 
 
 # What is not taken

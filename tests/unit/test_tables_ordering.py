@@ -193,6 +193,34 @@ def index(table: HostTable, *rows: int) -> Index:
     return table.place(read_index(rows, ROWS, table.where))
 
 
+@BOTH
+@pytest.mark.parametrize("how", ["scatter", "scatter_add"])
+def test_c5_the_ids_of_a_scatter_may_be_written_to_at_once(make: Any, how: str) -> None:
+    device = make()
+    table = HostTable(6, DIM, device=device)
+    ids = torch.tensor([1, 2])
+    getattr(table, how)(ids, made_late(device, 1.0, rows=2))
+    ids.fill_(5)
+    assert table.numpy().sum(1).tolist() == [0, DIM, DIM, 0, 0, 0]
+
+
+@BOTH
+def test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids were made on another stream than the one that is current when the rows are taken."""
+    device = make()
+    table = HostTable(6, DIM, device=device)
+    ahead = table.gather_ahead(Index(torch.tensor([1]), (1,), resident=False))
+    table.scatter([1], torch.ones(1, DIM))
+    stream, waits = device.new_stream(), []
+    wait = device.wait
+    monkeypatch.setattr(device, "wait", lambda *args: (waits.append(args), wait(*args)))
+    with device.use_stream(stream):
+        rows = ahead.take()
+    assert waits[0] == (stream, ahead._ready)
+    device.synchronize()
+    assert rows.tolist() == [[1.0] * DIM]
+
+
 # Contract 4
 
 
