@@ -43,7 +43,8 @@ _BUSY_SHARE = 0.7
 
 _FEWEST_PASSES = 2
 _FITTING_SHARE = 0.7
-"""A producer's thread that is busy for less of the loop's time is fast enough on average."""
+"""A producer's thread that is busy for less of the loop's time is fast enough on average, if the loop itself is busy
+for longer."""
 
 _START_SHARE = 0.5
 _PAGEABLE_SHARE = 0.05
@@ -191,8 +192,7 @@ def _overhead(stats: Stats, batch: _Batch) -> Verdict | None:
         return Verdict(
             "tiny",
             f"Tiny batches: {size(batch.nbytes)} each, and handing one over takes {time(batch.waiting)} of each "
-            f"{time(batch.step)} step, whatever its size (the short path: {stats.path}); a larger batch_size spreads "
-            "that over more samples.",
+            f"{time(batch.step)} step, whatever its size; a larger batch_size spreads that over more samples.",
         )
     return None
 
@@ -211,7 +211,7 @@ def _largest(stats: Stats, batch: _Batch) -> Verdict:
         "device": batch.device_wait,
     }
     busy = sum(costs.values()) + batch.slot_wait
-    if stats.path == "thread" and busy < _FITTING_SHARE * batch.step:
+    if stats.path == "thread" and busy < min(_FITTING_SHARE * batch.step, batch.step - batch.waiting):
         return Verdict(
             "uneven",
             f"Uneven: loading and packing take {time(busy)} a batch on average, which fits behind the loop's work, but "

@@ -182,7 +182,7 @@ class Shared:
             loader=type(loader).__name__,
             num_workers=workers,
             persistent_workers=bool(workers and loader.persistent_workers),
-            workers=counters.workers or ("plain" if workers else "none"),
+            workers=(counters.workers or "plain") if workers else "none",
             workers_reason=counters.workers_reason,
             passes=counters.passes,
             batches=counters.batches,
