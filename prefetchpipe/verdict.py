@@ -107,7 +107,7 @@ def judge(stats: Stats) -> Verdict:
             f"{time(batch.waiting)} ({waiting:.0%}); loading and copying are hidden behind it, and only a faster step "
             "makes it faster.",
         )
-    return _short_of_memory(stats, batch) or _overhead(stats, batch) or _largest(stats, batch)
+    return _short_of_memory(stats, batch) or _overhead(batch) or _largest(stats, batch)
 
 
 def _average(stats: Stats) -> _Batch:
@@ -186,7 +186,7 @@ def _gil(stats: Stats, batch: _Batch) -> Verdict | None:
     return Verdict("gil", f"GIL-bound: {what}; {_elsewhere(stats)}.")
 
 
-def _overhead(stats: Stats, batch: _Batch) -> Verdict | None:
+def _overhead(batch: _Batch) -> Verdict | None:
     costs = batch.fetch + batch.device_wait + batch.slot_wait + batch.transform
     if batch.nbytes <= _TINY_BYTES and batch.waiting < _TINY_SECONDS and costs < batch.waiting / 2:
         return Verdict(

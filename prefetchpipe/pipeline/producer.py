@@ -85,10 +85,8 @@ class Producer:
             self._credits.put(None)
         self._depth = self._options.depth
         self._done_events: list[Event] = []
-        self._sent = 0
-        self._taken = 0
-        self._sent_bytes = 0
-        self._taken_bytes = 0
+        self._sent = self._taken = 0
+        self._sent_bytes = self._taken_bytes = 0
         self._consumers_waiting = 0
         self._inside = threading.Lock()  # see above; the holder's thread is in _insider
         self._insider = 0
@@ -647,7 +645,8 @@ class Producer:
     def hold_back(self) -> None:
         """A newer pass begins, over a loader with a generator of its own: from here on nothing is drawn ahead.
 
-        What was drawn ahead is taken back, so that the newer pass draws what it would after the plain loop (contract 10).
+        What was drawn ahead is taken back, so that the newer pass draws what it would after the plain loop
+        (contract 10).
         """
         if self._pid != os.getpid():
             return

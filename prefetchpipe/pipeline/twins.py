@@ -175,7 +175,7 @@ def _twin_of(loader: DataLoader[Any], table: SlotTable, options: Options) -> Dat
     return twin
 
 
-def _refusal(loader: Any) -> str:
+def _refusal(loader: Any) -> str:  # noqa: PLR0911 - a list of reasons
     """Why the workers of ``loader`` cannot write into shared memory; empty if they can."""
     if not isinstance(loader, DataLoader):
         return "the loader is not a torch DataLoader"

@@ -466,8 +466,8 @@ MUTANTS = (
     Mutant(
         "the state is a reference to what the loader goes on writing to",
         SHARED,
-        "_copied(self.twins.state_owner().state_dict())",
-        "self.twins.state_owner().state_dict()",
+        "_copied(self.twins.state_of(producer.source))",
+        "self.twins.state_of(producer.source)",
         11,
         _ordering("test_c11_the_state_is_that_after_the_batch_last_yielded"),
     ),

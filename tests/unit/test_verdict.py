@@ -173,7 +173,12 @@ def test_a_loader_that_is_late_now_and_then() -> None:
 def test_a_loop_without_work_has_nothing_to_hide_a_loader_behind() -> None:
     """Its thread is busy for half of the time only, and the loop waits for all of it."""
     steady = Steady(
-        sent_batches=100, taken_batches=100, fetch_seconds=0.05, send_seconds=0.01, next_seconds=0.12, loop_seconds=0.001
+        sent_batches=100,
+        taken_batches=100,
+        fetch_seconds=0.05,
+        send_seconds=0.01,
+        next_seconds=0.12,
+        loop_seconds=0.001,
     )
     clock = Clock()
     stats = run(timed(batches(), clock, fetch="thread"))
