@@ -43,7 +43,8 @@ _BUSY_SHARE = 0.7
 
 _FEWEST_PASSES = 2
 _FITTING_SHARE = 0.7
-"""A producer's thread that is busy for less of the loop's time is fast enough on average."""
+"""A producer's thread that is busy for less of the loop's time is fast enough on average, if the loop itself is busy
+for longer."""
 
 _START_SHARE = 0.5
 _PAGEABLE_SHARE = 0.05
@@ -106,7 +107,7 @@ def judge(stats: Stats) -> Verdict:
             f"{time(batch.waiting)} ({waiting:.0%}); loading and copying are hidden behind it, and only a faster step "
             "makes it faster.",
         )
-    return _short_of_memory(stats, batch) or _overhead(stats, batch) or _largest(stats, batch)
+    return _short_of_memory(stats, batch) or _overhead(batch) or _largest(stats, batch)
 
 
 def _average(stats: Stats) -> _Batch:
@@ -185,14 +186,13 @@ def _gil(stats: Stats, batch: _Batch) -> Verdict | None:
     return Verdict("gil", f"GIL-bound: {what}; {_elsewhere(stats)}.")
 
 
-def _overhead(stats: Stats, batch: _Batch) -> Verdict | None:
+def _overhead(batch: _Batch) -> Verdict | None:
     costs = batch.fetch + batch.device_wait + batch.slot_wait + batch.transform
     if batch.nbytes <= _TINY_BYTES and batch.waiting < _TINY_SECONDS and costs < batch.waiting / 2:
         return Verdict(
             "tiny",
             f"Tiny batches: {size(batch.nbytes)} each, and handing one over takes {time(batch.waiting)} of each "
-            f"{time(batch.step)} step, whatever its size (the short path: {stats.path}); a larger batch_size spreads "
-            "that over more samples.",
+            f"{time(batch.step)} step, whatever its size; a larger batch_size spreads that over more samples.",
         )
     return None
 
@@ -211,7 +211,7 @@ def _largest(stats: Stats, batch: _Batch) -> Verdict:
         "device": batch.device_wait,
     }
     busy = sum(costs.values()) + batch.slot_wait
-    if stats.path == "thread" and busy < _FITTING_SHARE * batch.step:
+    if stats.path == "thread" and busy < min(_FITTING_SHARE * batch.step, batch.step - batch.waiting):
         return Verdict(
             "uneven",
             f"Uneven: loading and packing take {time(busy)} a batch on average, which fits behind the loop's work, but "

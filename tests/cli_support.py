@@ -42,6 +42,17 @@ def step(batch):
     assert batch.shape[1] == 2
 def bad_step(batch):
     raise ValueError("no step")
+def ends():
+    raise SystemExit(3)
+def once():
+    yield torch.ones(2)
+class Rows:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        raise ValueError("row\\nand more")
+def in_workers():
+    return torch.utils.data.DataLoader(Rows(), num_workers=1)
 class Namespace:
     @staticmethod
     def inner():

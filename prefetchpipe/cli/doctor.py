@@ -21,6 +21,7 @@ from prefetchpipe.device import resolve
 
 __all__ = ["doctor", "torch_device"]
 
+_NARROW = 70  # columns below which a finding's name stands before its text
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
@@ -65,19 +66,22 @@ def render(out: Console, found: Checkup, said: list[Finding], advice: list[Recom
     """Print it for a person."""
     out.print(Text(_headline(found), style="bold"))
     out.print(_rates(found))
+    is_narrow = out.width < _NARROW
     table = Table(title="Findings", title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column()
+    if not is_narrow:
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for finding in said:
-        text = Text(finding.says)
+        text = Text(f"{finding.name}: {finding.says}" if is_narrow else finding.says)
         if finding.do:
             text.append(f"\n-> {finding.do}", style="cyan")
-        table.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.name, text)
+        names = [] if is_narrow else [finding.name]
+        table.add_row(Text(finding.severity, style=_STYLES[finding.severity]), *names, text)
     out.print(table)
     start = Table(title="Start with", title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False)
     start.add_column(no_wrap=True)
-    start.add_column()
+    start.add_column(overflow="fold")
     for recommendation in advice:
         start.add_row(f"[bold]{recommendation.option}={recommendation.value}[/bold]", escape(recommendation.why))
     out.print(Text())

@@ -34,7 +34,7 @@ from prefetchpipe.cli.terminal import (
 __all__ = ["sweep"]
 
 _OURS = (CliError, EmptyLoaderError)
-_STYLES = {"better": "green", "worse": "bold red", "same within spread": "dim"}
+_STYLES = {"better": "green", "worse": "bold red", "same within spread": "dim", "spread unknown": "dim"}
 
 
 def sweep(
@@ -154,9 +154,9 @@ def _read(result: dict[str, Any], path: Path | None) -> list[Point]:
 
 def render(out: Console, points: Sequence[Point], differences: Sequence[Difference], changed: Sequence[str]) -> None:
     """Print the table and the comparison for a person."""
-    table = Table(title="Batches as the loop gets them", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title="Batches as the loop gets them", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("workers", "batch", "depth", "ms/batch", "samples/s", "range", "GB/s", "waiting", "GPU", "memory"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")  # no digit is cut off
     best = max((point for point in points if point.windows), key=_median_rate, default=None)
     for point in points:
         table.add_row(*_row(point), style="bold green" if point is best else "")
@@ -178,8 +178,8 @@ def render(out: Console, points: Sequence[Point], differences: Sequence[Differen
 def _render_comparison(out: Console, differences: Sequence[Difference]) -> None:
     table = Table(title="\nAgainst the earlier run", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("workers", "batch", "depth", "samples/s then", "now", "now / then"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("", overflow="fold")
     for difference in differences:
         size, depth, count = difference.key
         table.add_row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,8 @@ __all__ = ["AXES", "axes_of", "find", "make_loader", "said_by_user"]
 AXES = ("batch_size", "num_workers")
 """What a loader factory may take, by these names."""
 
+_FROM_WORKER = "in DataLoader worker process"
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+).*$', re.MULTILINE)
 _FORMAT = "allowed: module:function, package.module:function or path/to/file.py:function"
 
 
@@ -90,7 +93,7 @@ def make_loader(spec: str, function: Callable[..., Any], **chosen: int) -> Any:
     """
     try:
         loader = function(**chosen)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CliError(f"{spec!r} raised {said_by_user(error)}", exit_code=1) from error
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise CliError(f"{spec!r} returned a {type(loader).__name__}; allowed: an iterable of batches")
@@ -98,11 +101,17 @@ def make_loader(spec: str, function: Callable[..., Any], **chosen: int) -> Any:
 
 
 def said_by_user(error: BaseException) -> str:
-    """One line about an error of the user's code: type, text, and where it was raised."""
+    """One line about an error of the user's code: type, first line of the text, and where it was raised."""
+    text = str(error).strip()
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ") + where
+    where = (frames[-1].filename, frames[-1].lineno) if frames else None
+    inner = list(_FRAME.finditer(text)) if _FROM_WORKER in text else []
+    if inner:  # the traceback of a worker process, which torch puts into the text
+        where = (inner[-1]["file"], int(inner[-1]["line"]))
+        said = [line for line in text[inner[-1].end() :].splitlines() if line and not line.startswith(" ")]
+        text = (said or [""])[0].removeprefix(f"{type(error).__name__}:").strip()
+    place = "" if where is None else f" ({Path(where[0]).name}:{where[1]})"
+    return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}".rstrip(": ") + place
 
 
 def _is_machinery(filename: str) -> bool:

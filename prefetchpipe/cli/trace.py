@@ -112,7 +112,7 @@ def _record(
 
         try:
             recorded = record_trace(source, device, batches=batches, step=counted, depth=depth, transform=transform)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CliError(f"{spec!r} or its step raised {said_by_user(error)}", exit_code=1) from error
     if not taken:
         raise CliError(f"{spec!r}: the loader gave no batch", exit_code=1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device
@@ -188,7 +188,7 @@ class Shared:
             loader=type(loader).__name__,
             num_workers=workers,
             persistent_workers=bool(workers and loader.persistent_workers),
-            workers=counters.workers or ("plain" if workers else "none"),
+            workers=(counters.workers or "plain") if workers else "none",
             workers_reason=counters.workers_reason,
             passes=counters.passes,
             batches=counters.batches,
@@ -266,13 +266,22 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
-    """Of a DataLoader without or with workers: what its samplers draw from, if that is not a global generator."""
+    """Of a DataLoader without or with workers: what its samplers draw from, if that is not a global generator.
+
+    Frameworks put a sampler into one of their own, and that into another.
+    """
     if not isinstance(loader, DataLoader):
         return []
-    sampler = attribute(loader, "sampler")
-    places = (loader, sampler, attribute(attribute(loader, "batch_sampler"), "sampler"))
-    found = [attribute(place, "generator") for place in places]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    places: list[Any] = [loader]
+    found = {}
+    for place in places:  # grows
+        generator = attribute(place, "generator")
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+        inner = attribute(place, "__dict__")
+        samplers = [value for value in inner.values() if isinstance(value, Sampler)] if isinstance(inner, dict) else []
+        places += [sampler for sampler in samplers if not any(sampler is known for known in places)]
+    return list(found.values())
 
 
 def _copied(value: Any) -> Any:

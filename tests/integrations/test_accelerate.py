@@ -89,10 +89,21 @@ def test_what_skip_first_batches_makes_of_a_prefetched_loader_is_right_too(ours:
 
 @pytest.mark.parametrize("options", [{"use_stateful_dataloader": True}, {}], ids=["stateful", "not stateful"])
 def test_save_state_and_load_state(tmp_path: Path, options: Any, ours: Any) -> None:
+    _save_and_load(tmp_path, options, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_save_state_and_load_state_with_workers(tmp_path: Path, persistent: bool) -> None:
+    workers = {"num_workers": 2, "persistent_workers": persistent}
+    _save_and_load(tmp_path, {"use_stateful_dataloader": True}, partial(prepare, depth=3), **workers)
+
+
+def _save_and_load(tmp_path: Path, options: Any, ours: Any, **workers: Any) -> None:
     def run(prepare: Any, folder: Path) -> Any:
         torch.manual_seed(0)
         accelerator = loops.new_accelerator(**options)
-        batches = prepare(accelerator, loops.loader(shuffle=True))
+        batches = prepare(accelerator, loops.loader(shuffle=True, **workers))
         before = []
         for index, batch in enumerate(batches):
             before.append(loops.flags(accelerator, batch))
@@ -103,7 +114,7 @@ def test_save_state_and_load_state(tmp_path: Path, options: Any, ours: Any) -> N
         state = repr(torch.load(saved, weights_only=False)) if saved.exists() else None
         torch.manual_seed(1)
         accelerator = loops.new_accelerator(**options)
-        batches = prepare(accelerator, loops.loader(shuffle=True))
+        batches = prepare(accelerator, loops.loader(shuffle=True, **workers))
         accelerator.load_state(folder)
         return before, state, [loops.flags(accelerator, batch) for batch in batches], torch.rand(()).item()
 

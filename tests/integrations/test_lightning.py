@@ -150,6 +150,20 @@ def test_workers_persist_over_epochs_and_end_with_the_run(tmp_path: Path) -> Non
     assert fit(tmp_path, loader(**options), None, GPUPrefetch(depth=3), limit_train_batches=4) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"reload_dataloaders_every_n_epochs": 1}, {"limit_train_batches": 3}], ids=str)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_and_a_generator_of_ones_own(tmp_path: Path, options: Any, persistent: bool) -> None:
+    """A pass begins while the one before is held, and a loader that is set up again has its workers already."""
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return loader(shuffle=True, generator=generator, num_workers=1, persistent_workers=persistent)
+
+    expected = fit(tmp_path, make(), None, max_epochs=3, **options)
+    assert fit(tmp_path, make(), None, GPUPrefetch(depth=4), max_epochs=3, **options) == expected
+
+
 def test_loaders_of_the_module_are_made_anew_every_epoch(tmp_path: Path) -> None:
     class Reloading(Recorder):
         def train_dataloader(self) -> Any:
@@ -203,10 +217,14 @@ def test_the_step_gets_what_lightning_gives(tmp_path: Path) -> None:
     )
 
 
-def _stateful() -> Any:
+def _stateful(**options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(data(), batch_size=3, shuffle=True)
+    return StatefulDataLoader(data(), batch_size=3, shuffle=True, **options)
+
+
+def _stateful_with_workers() -> Any:
+    return _stateful(num_workers=2)
 
 
 class StopAfter(pl.Callback):
@@ -223,7 +241,11 @@ class StopAfter(pl.Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_stateful, Counting, lambda: loader(shuffle=True)], ids=["torchdata", "own", "none"])
+@pytest.mark.parametrize(
+    "make",
+    [_stateful, _stateful_with_workers, Counting, lambda: loader(shuffle=True)],
+    ids=["torchdata", "workers", "own", "none"],
+)
 @pytest.mark.parametrize("fetch", ["auto", "thread"])
 def test_resumes_in_the_middle_of_an_epoch(tmp_path: Path, make: Any, fetch: str) -> None:
     def run(name: str, *callbacks: Any) -> Any:

@@ -62,6 +62,13 @@ class TestDemo:
 
 
 class TestDoctor:
+    @pytest.mark.parametrize("columns", ["40", "80"])
+    def test_nothing_is_cut_off_in_a_narrow_terminal(self, monkeypatch, columns):
+        monkeypatch.setenv("COLUMNS", columns)
+        result = run("doctor", "--no-measure", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        assert "…" not in result.stdout
+
     def test_for_a_person(self):
         result = run("doctor", "--no-measure", "--device", "cpu")
         assert result.exit_code == 0, result.output

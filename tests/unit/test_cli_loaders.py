@@ -106,10 +106,23 @@ class TestSweep:
             ("cli_loaders:raises", "'cli_loaders:raises' raised KeyError: 'row 2' (cli_loaders.py:18)"),
             ("cli_loaders:late", "ValueError: row 2 (cli_loaders.py:23)"),
             ("cli_loaders:number", "returned a int; allowed: an iterable of batches"),
+            ("cli_loaders:ends", "'cli_loaders:ends' raised SystemExit: 3 (cli_loaders.py:29)"),
+            (
+                "cli_loaders:once",
+                "gave 1 batch and then none in a further pass; allowed: a loader that can be iterated",
+            ),
+            pytest.param("cli_loaders:in_workers", ": ValueError: row (cli_loaders.py:36)", marks=pytest.mark.slow),
         ],
     )
     def test_a_loader_that_fails(self, spec, said):
         assert said in one_line(run("sweep", spec, "--no-chart", *SWEEP), code=1)
+
+    def test_nothing_is_cut_off_in_a_terminal_of_80_columns(self, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        result = run("sweep", "cli_loaders:plain", "--depths", 1, "--no-chart", *SWEEP)
+        assert result.exit_code == 0, result.output
+        assert "samples/s" in result.stdout
+        assert "…" not in result.stdout
 
     def test_a_step_that_fails(self):
         result = run("sweep", "cli_loaders:plain", "--step", "cli_loaders:bad_step", "--no-chart", *SWEEP)
@@ -156,6 +169,7 @@ class TestTrace:
             (("cli_loaders:empty",), "the loader gave no batch", 1),
             (("cli_loaders:raises",), "raised KeyError: 'row 2'", 1),
             (("cli_loaders:late",), "ValueError: row 2", 1),
+            (("cli_loaders:ends",), "'cli_loaders:ends' raised SystemExit: 3", 1),
             (("cli_loaders:plain", "--step", "cli_loaders:nope"), "--step: 'cli_loaders:nope'", 2),
             (("cli_loaders:plain", "--transform", "x"), "--transform: 'x' is not of the right form", 2),
             (("cli_loaders:plain", "--batch-size", "3"), "has no parameter 'batch_size'", 2),

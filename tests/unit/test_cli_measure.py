@@ -134,6 +134,10 @@ class TestGrid:
         (found,) = compare([point(10, 20)], [point(*now)])
         assert found.verdict == verdict
 
+    def test_one_repeat_has_no_spread(self):
+        assert [found.verdict for found in compare([point(10)], [point(20, 21)])] == ["spread unknown"]
+        assert [found.verdict for found in compare([point(10, 11)], [point(5)])] == ["spread unknown"]
+
     def test_only_points_of_both_runs_with_times(self):
         before = [point(10), point(10, depth=4), point(depth=1)]
         now = [point(10), point(10, batch_size=16), point(10, depth=1)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from prefetchpipe import GPUPrefetcher, IteratorClosedError
@@ -533,6 +533,32 @@ def test_c10_a_pass_left_early_leaves_the_generator_as_the_plain_loop(
 
     want = two_passes(lambda loader: loader)
     assert two_passes(lambda loader: GPUPrefetcher(loader, "cpu", fetch=fetch, depth=8)) == want
+
+
+class Shards(BatchSampler):
+    """A framework's sampler around the user's, as Accelerate's ``BatchSamplerShard``."""
+
+    def __init__(self, batch_sampler: BatchSampler) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self) -> Any:
+        return iter(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def test_c10_a_generator_inside_of_a_frameworks_samplers_is_found() -> None:
+    def two_passes(wrap: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+        sampler = RandomSampler(range(12), generator=torch.Generator().manual_seed(0))
+        loader = wrap(DataLoader(torch.arange(12), batch_sampler=Shards(BatchSampler(sampler, 2, drop_last=False))))
+        iterator = iter(loader)
+        first = [next(iterator).tolist() for _ in range(2)]
+        wait_for_end(loader)
+        return first, [batch.tolist() for batch in loader]
+
+    want = two_passes(lambda loader: loader)
+    assert two_passes(lambda loader: GPUPrefetcher(loader, "cpu", fetch="thread", depth=8)) == want
 
 
 @pytest.mark.parametrize("fetch", FETCH)

@@ -336,6 +336,12 @@ def test_the_loader_and_its_workers() -> None:
     assert (stats.loader, stats.num_workers, stats.workers) == ("list", None, "none")
     stats = GPUPrefetcher(DataLoader(range(4)), "cpu").stats()
     assert (stats.loader, stats.num_workers, stats.workers) == ("DataLoader", 0, "none")
+    for loader in (batches(), DataLoader(range(4))):
+        prefetcher = GPUPrefetcher(loader, "cpu")
+        for _ in prefetcher:
+            pass
+        assert prefetcher.stats().workers == "none"
+        assert "workers" not in str(prefetcher.stats()).replace("num_workers", "")
     stats = GPUPrefetcher(DataLoader(range(4), num_workers=2, persistent_workers=True), "cpu").stats()
     assert (stats.num_workers, stats.workers, stats.persistent_workers) == (2, "plain", True)
 

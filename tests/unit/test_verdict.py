@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from prefetchpipe import GPUPrefetcher, PrefetchWarning
 from prefetchpipe.pipeline import gil, shared, staging, transfer
 from prefetchpipe.pipeline.producer import Producer
-from prefetchpipe.stats import measure_limits
+from prefetchpipe.stats import Steady, measure_limits
 from prefetchpipe.testing import SimulatedDevice
 from tests.clock import Clock, ThreadsClock, stalling, timed
 from tests.support import TIMEOUT
@@ -169,6 +170,22 @@ def test_a_loader_that_is_late_now_and_then() -> None:
     assert "a larger depth (now 2)" in stats.verdict
 
 
+def test_a_loop_without_work_has_nothing_to_hide_a_loader_behind() -> None:
+    """Its thread is busy for half of the time only, and the loop waits for all of it."""
+    steady = Steady(
+        sent_batches=100,
+        taken_batches=100,
+        fetch_seconds=0.05,
+        send_seconds=0.01,
+        next_seconds=0.12,
+        loop_seconds=0.001,
+    )
+    clock = Clock()
+    stats = run(timed(batches(), clock, fetch="thread"))
+    stats = dataclasses.replace(stats, steady=steady, path="thread", largest_batch_bytes=1 << 20, copied_bytes=1 << 30)
+    assert stats.bottleneck == "loader"
+
+
 def test_a_slow_data_set_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "usable_cores", lambda: 6)
     clock = Clock()
@@ -187,7 +204,7 @@ def test_too_few_workers_and_workers_that_use_all_cores(monkeypatch: pytest.Monk
     prefetcher = timed(loader, clock, fetch="caller", workers="plain")
     stats = run(prefetcher)
     assert stats.bottleneck == "loader"
-    assert stats.workers == "plain"
+    assert stats.workers == "shared"
     assert "raise num_workers from 1: this process may use 4 cores" in stats.verdict
     monkeypatch.setattr(shared, "usable_cores", lambda: 1)
     assert "its 1 worker has 1 core already: do less for each sample" in prefetcher.stats().verdict

@@ -12,9 +12,10 @@ import torch
 from prefetchpipe.cli.measure.passes import Window, measure_window
 from prefetchpipe.cli.measure.timing import Spread, spread
 
-__all__ = ["Difference", "Point", "compare", "measure_grid"]
+__all__ = ["Difference", "Judgement", "Point", "compare", "measure_grid"]
 
 Key = tuple[int | None, int, int | None]
+Judgement = Literal["better", "worse", "same within spread", "spread unknown"]
 
 
 @dataclass(slots=True)
@@ -77,14 +78,14 @@ class Difference:
 
     Attributes:
         ratio: Samples per second now, by then.
-        verdict: ``better`` or ``worse`` only where the ranges of the repeats do not touch.
+        verdict: ``better`` or ``worse`` only where the ranges of the repeats do not touch; one repeat has no range.
     """
 
     key: Key
     before: Spread
     now: Spread
     ratio: float
-    verdict: Literal["better", "worse", "same within spread"]
+    verdict: Judgement
 
 
 def measure_grid(
@@ -121,7 +122,7 @@ def measure_grid(
                     window = measure_window(
                         make(point), device, depth=point.depth, warm=warm, batches=batches, step=step
                     )
-                except Exception as error:  # noqa: BLE001 - a user's loader raises what it likes; it is said in the table
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's loader raises what it likes; it is said
                     point.error = explain(error)
                 else:
                     point.windows.append(window)
@@ -130,16 +131,19 @@ def measure_grid(
 
 def compare(before: Sequence[Point], now: Sequence[Point]) -> list[Difference]:
     """The points that both runs have times for."""
-    earlier = {point.key: rate for point in before if (rate := point.samples_per_second()) is not None}
+    earlier = {point.key: point for point in before}
     found = []
     for point in now:
-        rate, old = point.samples_per_second(), earlier.get(point.key)
-        if rate is not None and old is not None:
-            found.append(Difference(point.key, old, rate, rate.median / old.median, _verdict(old, rate)))
+        older = earlier.get(point.key)
+        rate, old = point.samples_per_second(), None if older is None else older.samples_per_second()
+        if older is not None and rate is not None and old is not None:
+            repeats = min(len(point.windows), len(older.windows))
+            verdict = _verdict(old, rate) if repeats > 1 else "spread unknown"
+            found.append(Difference(point.key, old, rate, rate.median / old.median, verdict))
     return found
 
 
-def _verdict(before: Spread, now: Spread) -> Literal["better", "worse", "same within spread"]:
+def _verdict(before: Spread, now: Spread) -> Judgement:
     if now.low > before.high:
         return "better"
     if now.high < before.low:

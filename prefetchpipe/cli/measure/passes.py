@@ -19,7 +19,7 @@ __all__ = ["EmptyLoaderError", "Window", "measure_window"]
 
 
 class EmptyLoaderError(ValueError):
-    """The loader gave no batch in a whole pass."""
+    """The loader gave no batch, or none in a further pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,20 @@ def measure_window(
 
 def _endless(prefetcher: GPUPrefetcher) -> Any:
     def passes() -> Iterator[Any]:
+        given = 0
         while True:
-            empty = True
+            before = given
             for batch in prefetcher:
-                empty = False
+                given += 1
                 yield batch
                 del batch
-            if empty:
+            if not given:
                 raise EmptyLoaderError("the loader gave no batch in a whole pass")
+            if given == before:
+                raise EmptyLoaderError(
+                    f"the loader gave {given} batch{'' if given == 1 else 'es'} and then none in a further pass; "
+                    "allowed: a loader that can be iterated over again (no generator), or fewer --batches and --warm"
+                )
 
     return passes()
 
