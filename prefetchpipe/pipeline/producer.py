@@ -556,7 +556,7 @@ class Producer:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it; a forked child has a copy of this object, not of the thread or the device."""
+        """Whether this process started it: a forked child has a copy of this object, not of thread and device."""
         return self._pid == os.getpid()
 
     @property

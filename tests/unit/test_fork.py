@@ -96,7 +96,7 @@ def to_host(device: SimulatedDevice, *, finished: bool) -> list[Any]:
 @pytest.mark.parametrize("kind", [to_device, to_host])
 @pytest.mark.parametrize("lock", ["prefetcher", "device"])
 def test_c9_what_a_child_collects_is_the_parents(kind: Any, lock: str, finished: bool) -> None:
-    """It waits for no lock that a thread of the parent's held in the moment of the fork, and asks nothing of the device."""
+    """It waits for no lock that a thread of the parent's held at the fork, and asks nothing of the device."""
     device = SimulatedDevice()
     held = kind(device, finished=finished)
     shared = held[0]._shared
