@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import copy
 import gc
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from prefetchpipe import GPUPrefetcher, IteratorClosedError
@@ -666,3 +667,30 @@ def test_c9_an_interrupted_wait_for_the_device_costs_no_batch() -> None:
             device.launch(lambda view: got.append(view[0].item()), batch, seconds=1.0)
     device.synchronize()
     assert (device.interrupts, got) == (1, [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+class Drawn(Dataset):
+    """Each sample with a draw from its process's global generator."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.stack((torch.tensor(float(index)), torch.rand(())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["shared", "plain"])
+def test_c10_persistent_workers_draw_as_in_the_plain_loop_after_an_early_break(workers: str) -> None:
+    def run(loader: Any) -> list[Any]:
+        batches = [batch.tolist() for _ in range(2) for batch in itertools.islice(loader, 3)]
+        return batches + [batch.tolist() for batch in loader]
+
+    def loader() -> Any:
+        return DataLoader(Drawn(), batch_size=1, num_workers=1, persistent_workers=True)
+
+    torch.manual_seed(0)
+    expected = run(loader())
+    torch.manual_seed(0)
+    with GPUPrefetcher(loader(), "cpu", fetch="caller", workers=workers) as prefetcher:
+        assert run(prefetcher) == expected
