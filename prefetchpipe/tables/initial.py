@@ -22,7 +22,7 @@ def as_values(values: Any) -> torch.Tensor:
         ValueError: No numbers.
     """
     if isinstance(values, torch.Tensor):
-        return values.detach()
+        return values.detach().resolve_conj().resolve_neg()  # their bytes are moved
     tensor = array_to_tensor(np.asarray(values))
     if tensor is None:
         raise ValueError(f"values must be numbers, not {values!r}")

@@ -19,6 +19,9 @@ from prefetchpipe.tables.memory import HostRows, Staging
 __all__ = ["HostMover", "KernelMover", "Mover", "StagedMover", "make_mover", "write_rows"]
 
 
+_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class Mover(Protocol):
     """Moves rows of one table; all work goes to the stream that is current in the calling thread."""
 
@@ -63,7 +66,8 @@ def make_mover(rows: HostRows, device: Device, budget: PinnedMemory) -> Mover:
 def write_rows(table: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, *, unique: bool) -> None:
     """``table[ids] = values`` in host memory; of equal ids the last one is written."""
     if unique:
-        table.index_copy_(0, ids, values)
+        plain = _PLAIN.get(table.dtype.itemsize, table.dtype)  # torch lacks the operator for float8 and uint16
+        table.view(plain).index_copy_(0, ids, values.view(plain))
         return
     # NumPy assigns in order, so the last one wins; torch's threads may not. Bytes, since NumPy lacks some dtypes.
     raw, new = (t.view(-1).view(torch.uint8).view(len(t), -1).numpy() for t in (table, values.contiguous()))

@@ -78,8 +78,8 @@ def _rmsprop(options: Mapping[str, Any]) -> Rule:
     return Rule(states, {"step": 0.0}, counts_matter=False)
 
 
-def _rprop(options: Mapping[str, Any]) -> Rule:
-    states = {"prev": 0.0, "step_size": float(options["lr"])}
+def _rprop(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature
+    states = {"prev": 0.0, "step_size": 0.0}
     return Rule(states, {"step": 0.0}, counts_matter=False, from_lr=("step_size",))
 
 
@@ -94,8 +94,8 @@ def _adamax(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature
     return Rule({"exp_avg": 0.0, "exp_inf": 0.0}, {"step": 0.0})
 
 
-def _asgd(options: Mapping[str, Any]) -> Rule:
-    return Rule({"ax": 0.0}, {"step": 0.0, "eta": float(options["lr"]), "mu": 1.0}, from_lr=("eta",))
+def _asgd(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature
+    return Rule({"ax": 0.0}, {"step": 0.0, "eta": 0.0, "mu": 1.0}, from_lr=("eta",))
 
 
 _RULES: dict[type[torch.optim.Optimizer], Any] = {

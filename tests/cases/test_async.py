@@ -695,6 +695,7 @@ def test_c9_a_source_may_await_while_it_cleans_up(way: str) -> None:
 
     async def main() -> None:
         waits, ended = asyncio.Event(), asyncio.Event()
+        pulled: list[Any] = []
 
         async def source() -> AsyncIterator[torch.Tensor]:
             try:
@@ -704,7 +705,10 @@ def test_c9_a_source_may_await_while_it_cleans_up(way: str) -> None:
                 await anyio.sleep_forever()
             finally:
                 for step in ("first", "second"):
-                    await asyncio.sleep(0)
+                    if way == "twice":
+                        pulled[0].cancel()
+                    for _ in range(3):
+                        await asyncio.sleep(0)
                     steps.append(step)
                 ended.set()
 
@@ -720,8 +724,7 @@ def test_c9_a_source_may_await_while_it_cleans_up(way: str) -> None:
                 async for _ in prefetcher:
                     await waits.wait()
                     break
-                if way == "twice":
-                    prefetcher._shared.async_source.cancel()
+                pulled.append(prefetcher._shared.async_source)
         with anyio.fail_after(TIMEOUT):
             await ended.wait()
 

@@ -226,6 +226,26 @@ def test_n6_any_type_of_value(device: Any, dtype: torch.dtype, dim: int) -> None
     assert torch.equal(table.host_tensor()[0], expected[0] + rows[1] + rows[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("unique", [True, False])
+def test_n6_types_that_torch_cannot_index_into(device: Any, dtype: torch.dtype, where: str, unique: bool) -> None:
+    rows = (torch.arange(4 * DIM).view(4, DIM) % 5).to(dtype)
+    table = HostTable(4, DIM, dtype, device)
+    given = on_device(device, rows[[2, 3]]) if where == "device" else rows[[2, 3]]
+    table.scatter([0, 3], given, unique=unique)
+    assert values_of(device, table.gather([3, 0])).view(torch.uint8).equal(rows[[3, 2]].view(torch.uint8))
+
+
+@pytest.mark.parametrize("call", ["scatter", "scatter_add"])
+def test_n6_values_that_are_lazily_conjugated_or_negated(device: Any, call: str) -> None:
+    rows = torch.randn(2, DIM, dtype=torch.complex64)
+    for values in (rows.conj(), torch._neg_view(rows)):
+        table = HostTable(2, DIM, torch.complex64, device)
+        getattr(table, call)([0, 1], values)
+        assert torch.equal(table.host_tensor(), values)
+
+
 # Case N7
 
 

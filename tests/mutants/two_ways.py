@@ -206,4 +206,28 @@ MUTANTS = (
         9,
         _async("test_c9_a_source_of_our_own_making_is_closed_with_its_pass[asyncio-cpu]"),
     ),
+    Mutant(
+        "a source's cleaning up is cancelled a second time",
+        SOURCE,
+        "        if self._is_ending:\n            return",
+        "        if False:\n            return",
+        9,
+        _async("test_c9_a_source_may_await_while_it_cleans_up[twice]"),
+    ),
+    Mutant(
+        "a live source holds back what is done",
+        OFFLOADING,
+        "_PATIENCE_SECONDS if self._pending else None",
+        "None",
+        8,
+        _async("test_a_live_source_that_waits_holds_no_batch_back[asyncio-cpu-1]"),
+    ),
+    Mutant(
+        "the borrowed slot goes back with the pass",
+        OFFLOADING,
+        "        self._leave_borrowed()\n",
+        "        self._give_back_borrowed()\n",
+        2,
+        ("tests/cases/test_offload.py::test_c2_the_borrowed_batch_at_which_a_loop_is_left_stays[sim-small-break]",),
+    ),
 )
