@@ -146,7 +146,11 @@ class Twins:
     def _refusal(self) -> str:
         if self._options.workers == "plain":
             return "workers='plain' was asked for"
-        return _refusal(self._loader)
+        why = _refusal(self._loader)
+        if not why and self._options.workers == "auto" and _persistent_workers_run(self._loader):
+            # Others would draw another seed than the plain loop does.
+            return "its persistent workers run already; workers='shared' starts others"
+        return why
 
 
 _SHARED = "worker processes pack their batches into shared memory"
@@ -176,7 +180,7 @@ def _twin_of(loader: DataLoader[Any], table: SlotTable, options: Options) -> Dat
     return twin
 
 
-def _refusal(loader: Any) -> str:  # noqa: PLR0911 - a list of reasons
+def _refusal(loader: Any) -> str:
     """Why the workers of ``loader`` cannot write into shared memory; empty if they can."""
     if not isinstance(loader, DataLoader):
         return "the loader is not a torch DataLoader"
@@ -187,11 +191,13 @@ def _refusal(loader: Any) -> str:  # noqa: PLR0911 - a list of reasons
         return f"{cls.__name__} has an __iter__ of its own, which would see packed batches"
     if getattr(loader, "_initial_iter_for_state_dict", False):
         return "state_dict() has started the workers of this pass already"
-    if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
-        return "its persistent workers run already"  # others would draw another seed than the plain loop does
     if not hasattr(os, "fork"):
         return "this platform has no shared memory of the kind it takes"
     return ""
+
+
+def _persistent_workers_run(loader: DataLoader[Any]) -> bool:
+    return loader.persistent_workers and getattr(loader, "_iterator", None) is not None
 
 
 def _known_protocols() -> list[tuple[Any, Any]]:
