@@ -18,7 +18,7 @@ from prefetchpipe.batch.search import find_tensors
 from prefetchpipe.batch.tree import WalkCache, flatten, unflatten
 from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device, Event, Stream
-from prefetchpipe.errors import CorruptBatchError
+from prefetchpipe.errors import CorruptBatchError, IteratorClosedError
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.memory.ring import Slot, SlotRing
 from prefetchpipe.options import Options
@@ -232,11 +232,13 @@ class Transfer:
         arrived, memory = layout.allocate(device.empty, device.alloc)
         for i, leaf in zip(batch.packed, arrived, strict=True):
             out[i] = leaf
-        _, pieces = slot.views.views(layout)
         event = self._lent_events.pop() if self._lent_events else device.new_event()
         probe = self._timer.probe(self._counters.recorder) if device.staged else None
         if probe is not None:
             probe.begin(stream)
+        if not slot.begin_copy():
+            raise IteratorClosedError("this pass has ended: it was closed while a batch was on its way")
+        _, pieces = slot.views.views(layout)
         try:
             for target, piece in zip(memory, pieces, strict=True):
                 device.copy(target, piece, stream)
@@ -285,6 +287,7 @@ class Transfer:
         event, slot = self._lent.pop()
         self._device.synchronize(event)  # contract 6
         slot.count(-1)
+        slot.end_copy()
         batch.put_slot(slot)
         self._lent_events.append(event)
 

@@ -41,7 +41,8 @@ class WorkerSlot:
     """
 
     __slots__ = (
-        "_is_lent",
+        "_is_closed",
+        "_is_copying",
         "_is_retired",
         "_table",
         "_worker",
@@ -56,8 +57,9 @@ class WorkerSlot:
     def __init__(self, table: SlotTable, worker: int, segment: Segment, serial: int) -> None:
         self._table = table
         self._worker = worker
-        self._is_lent = False
+        self._is_copying = False
         self._is_retired = False
+        self._is_closed = False
         self.segment = segment
         self.serial = serial
         self.tensor = segment.data
@@ -66,9 +68,15 @@ class WorkerSlot:
         self.views = Slot(None)
         self.views.replace(self)
 
-    def lend(self) -> None:
-        """A batch lies in it."""
-        self._is_lent = True
+    def begin_copy(self) -> bool:
+        """Copies out of it are about to be launched; False if its memory is gone, since the pass was closed."""
+        with self._table.lock:
+            self._is_copying = not self._is_closed
+            return self._is_copying
+
+    def end_copy(self) -> None:
+        """They have passed, and the batch that lies in it is to be sent again."""
+        self._is_copying = False
 
     def count(self, copies: int) -> None:
         """So many more copies out of slots of this worker are under way."""
@@ -85,8 +93,8 @@ class WorkerSlot:
         if self._table.pid != os.getpid():
             return  # a forked child holds copies of these objects, not the right to free the slot
         with self._table.lock:
-            self._is_lent = False
-            if self._table.poison:
+            self._is_copying = False
+            if self._table.poison and not self._is_closed:
                 self.tensor.fill_(POISON)
             closes = self._closes()
         if closes:
@@ -105,7 +113,10 @@ class WorkerSlot:
         return self.is_pinned
 
     def retire(self) -> None:
-        """Its worker is done with it: the memory goes now, or when the last copy out of it has passed."""
+        """Its worker is done with it: the memory goes now, or when the last copy out of it has passed.
+
+        A batch in it that was not sent is not waited for: a kept exception may hold it for ever.
+        """
         with self._table.lock:
             self._is_retired = True
             closes = self._closes()
@@ -114,9 +125,9 @@ class WorkerSlot:
 
     def _closes(self) -> bool:
         """Whether it is over, and the caller is the one to close it; outside of the lock, which the collector takes."""
-        if not self._is_retired or self._is_lent:
+        if not self._is_retired or self._is_copying or self._is_closed:
             return False
-        self._is_lent = True  # once
+        self._is_closed = True
         return True
 
     def _close(self) -> None:
@@ -194,8 +205,6 @@ class SlotTable:
             if segment is not None and not self._is_closed:
                 self._slots[key] = WorkerSlot(self, message.worker, segment, message.serial)
             slot = self._slots.get(key)
-            if slot is not None:
-                slot.lend()
         for older in retired:
             older.retire()
         return slot

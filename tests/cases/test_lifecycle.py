@@ -7,7 +7,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -1133,39 +1132,39 @@ def test_c9_l7_the_original_is_not_disturbed_by_being_copied(device: Any, fetch:
 
 
 class _BlockedDataset(torch.utils.data.Dataset):
-    """Item 2 waits for the parent."""
+    """Item 2 waits for the parent; by pipes, which do not mind that torch ends a worker that waits."""
 
-    def __init__(self, reached, release):
-        self.reached, self.release = reached, release
+    def __init__(self):
+        self.reached, self.release = os.pipe(), os.pipe()
 
     def __len__(self):
         return 10
 
     def __getitem__(self, index):
         if index == 2:
-            self.reached.set()
-            self.release.wait(30)
+            os.write(self.reached[1], b".")
+            os.read(self.release[0], 1)
         return index
 
 
 @pytest.mark.parametrize("workers", ["plain", "shared"])
 def test_l2_a_pass_left_while_its_thread_waits_for_a_worker_leaves_nothing_to_the_collector(workers):
-    context = multiprocessing.get_context("fork")
-    reached, release = context.Event(), context.Event()
-    loader = DataLoader(_BlockedDataset(reached, release), batch_size=1, num_workers=1, prefetch_factor=1)
+    data = _BlockedDataset()
+    loader = DataLoader(data, batch_size=1, num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
     prefetcher = GPUPrefetcher(loader, device="cpu", fetch="thread", workers=workers)
     gc.disable()
     try:
         iterator = iter(prefetcher)
         source = weakref.ref(next(iter(prefetcher._passes)).source)
         next(iterator)
-        reached.wait(30)
+        os.read(data.reached[0], 1)
         thread = next(iter(prefetcher._passes))._thread
         del iterator  # the thread is woken; torch then waits for its worker
-        release.set()
+        os.write(data.release[1], b".")
         thread.join(30)
         left = source()
     finally:
-        release.set()
         gc.enable()
+        for fd in (*data.reached, *data.release):
+            os.close(fd)
     assert left is None

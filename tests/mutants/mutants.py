@@ -788,8 +788,8 @@ MUTANTS = (
     Mutant(
         "a slot is unregistered under copy",
         WORKERS,
-        "if not self._is_retired or self._is_lent:",
-        "if not self._is_retired:",
+        "if not self._is_retired or self._is_copying or self._is_closed:",
+        "if not self._is_retired or self._is_closed:",
         6,
         _workers("test_c6_slots_of_closed_workers_stay_until_their_copies_have_passed"),
     ),

@@ -201,7 +201,7 @@ def test_too_few_workers_and_workers_that_use_all_cores(monkeypatch: pytest.Monk
     clock = Clock()
     sampler = SlowSampler(clock, BATCHES, 8 * MS)
     loader = DataLoader(Squares(), batch_size=None, sampler=sampler, num_workers=1)
-    prefetcher = timed(loader, clock, fetch="caller", workers="plain")
+    prefetcher = timed(loader, clock, fetch="caller")
     stats = run(prefetcher)
     assert stats.bottleneck == "loader"
     assert stats.workers == "shared"
