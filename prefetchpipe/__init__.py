@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from prefetchpipe.errors import (
@@ -11,10 +12,10 @@ from prefetchpipe.errors import (
     PrefetchError,
     PrefetchWarning,
 )
-from prefetchpipe.offload import HostPrefetcher
 from prefetchpipe.prefetcher import GPUPrefetcher
 
 if TYPE_CHECKING:
+    from prefetchpipe.offload import HostPrefetcher
     from prefetchpipe.tables import HostEmbedding, HostTable
 
 __all__ = [
@@ -32,9 +33,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("HostEmbedding", "HostTable"):
-        from prefetchpipe import tables  # late: a program that only prefetches need not wait for it
+_LATE = {
+    "HostEmbedding": "prefetchpipe.tables",
+    "HostPrefetcher": "prefetchpipe.offload",
+    "HostTable": "prefetchpipe.tables",
+}
+"""What a program that only prefetches need not wait for."""
 
-        return getattr(tables, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

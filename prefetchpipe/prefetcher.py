@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -26,7 +26,9 @@ from prefetchpipe.pipeline.shared import Shared
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.ranks import check_sampler
-from prefetchpipe.stats import Stats
+
+if TYPE_CHECKING:
+    from prefetchpipe.stats import Stats
 
 __all__ = ["GPUPrefetcher"]
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -24,7 +24,9 @@ from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.timing import CopyTimer
 from prefetchpipe.pipeline.transfer import Transfer
 from prefetchpipe.pipeline.twins import Twins
-from prefetchpipe.stats import Stats, known_limits
+
+if TYPE_CHECKING:
+    from prefetchpipe.stats import Stats
 
 __all__ = ["CapturedState", "Shared", "start_source"]
 
@@ -176,6 +178,8 @@ class Shared:
         Args:
             device_bytes: What the passes have on the device and nobody has taken.
         """
+        from prefetchpipe.stats import Stats, known_limits  # late: nobody waits for it at import
+
         counters, options, loader = self.counters, self.options, self.loader
         with self.device.beside_captures():
             self.timer.collect()
