@@ -26,8 +26,8 @@ from tests.support import TIMEOUT, Surroundings, run_script, script_environment,
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
-DEATHS = (RuntimeError, ConnectionError, EOFError)
-"""Torch says that a worker has died; or that its socket has, if a tensor was being taken over."""
+DEATHS = (RuntimeError, OSError, EOFError)
+"""Torch says that a worker has died; or that its socket or its memory has, if a batch was being taken over."""
 
 
 class Left:
