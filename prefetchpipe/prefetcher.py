@@ -191,9 +191,8 @@ class GPUPrefetcher:
         checked: bool = False,
     ) -> None:
         if not any(hasattr(type(loader), name) for name in ("__iter__", "__getitem__", "__aiter__")):
-            hint = (
-                "; pass what its iter_batches() gives" if hasattr(loader, "iter_batches") else ""
-            )  # Ray's DataIterator
+            # Ray's DataIterator has none of them.
+            hint = "; pass what its iter_batches() gives" if hasattr(loader, "iter_batches") else ""
             raise TypeError(f"loader must be an iterable of batches, not {loader!r} (a {type(loader).__name__}){hint}")
         refuse_flagged(loader)
         options = Options(depth, transform, fetch, workers, copy_threads, max_pinned_bytes, static, checked)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.device.base import Device, Event, HostBlock
-from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
-from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.errors import PinnedMemoryError
+from prefetchpipe.memory.pinned import PageableBlock, PinnedMemory
 
 __all__ = ["LandingSlot", "LandingSlots", "Slab"]
 
@@ -182,21 +181,15 @@ class LandingSlots:
             try:
                 slot.block = self._memory.alloc(nbytes)
             except PinnedMemoryError as refused:
-                if self._refused is None:
-                    warnings.warn(
-                        f"page-locked memory was refused: {refused}; "
-                        "going on with copies to pageable memory, which are slower",
-                        PrefetchWarning,
-                        stacklevel=2,
-                    )
+                self._memory.warn(f"{refused}; going on with copies to pageable memory, which are slower")
                 self._refused = nbytes
             else:
                 return
-        slot.block = _PageableBlock(nbytes)
+        slot.block = PageableBlock(nbytes)
 
     def _free_block(self, slot: LandingSlot) -> None:
         block, slot.block = slot.block, None
-        if isinstance(block, _PageableBlock):
+        if isinstance(block, PageableBlock):
             block.free()
         elif block is not None:
             self._memory.free(block)
@@ -216,15 +209,3 @@ def _buffer_over(slot: LandingSlot) -> tuple[torch.Tensor, Any]:
     buffer: Any = (ctypes.c_uint8 * slot.nbytes).from_address(tensor.data_ptr())
     buffer.owner = tensor  # the pages stay mapped for as long as anybody sees them
     return torch.frombuffer(buffer, dtype=torch.uint8), buffer
-
-
-class _PageableBlock:
-    """Ordinary memory in the place of a pinned block."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def free(self) -> None:
-        """It goes with the last reference."""
-        del self.tensor

@@ -10,7 +10,7 @@ import torch
 from prefetchpipe.device.base import Device, HostBlock
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 
-__all__ = ["PinnedMemory"]
+__all__ = ["PageableBlock", "PinnedMemory"]
 
 
 class PinnedMemory:
@@ -86,3 +86,15 @@ class PinnedMemory:
     def _count(self, nbytes: int) -> None:
         self.held_bytes += nbytes
         self.allocations += 1
+
+
+class PageableBlock:
+    """Ordinary memory in the place of a pinned block, where page-locked memory was refused (contract 15)."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def free(self) -> None:
+        """It goes with the last reference."""
+        del self.tensor

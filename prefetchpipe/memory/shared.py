@@ -32,11 +32,11 @@ class Segment:
 
     Attributes:
         flags: One byte each, read and written by index; 0 at first.
-        data: The bytes, flat ``uint8``, page-aligned.
+        tensor: The bytes, flat ``uint8``, page-aligned; with ``nbytes`` and ``free`` it can stand for a pinned block.
         handle: What another process opens it with; can be pickled for it by ``ForkingPickler``.
     """
 
-    __slots__ = ("_fd", "data", "flags", "handle")
+    __slots__ = ("_fd", "flags", "handle", "nbytes", "tensor")
 
     def __init__(self, handle: Handle) -> None:
         self._fd = -1
@@ -54,14 +54,15 @@ class Segment:
             whole = self.flags = place.numpy()
         with torch.inference_mode(False):  # filled by later passes too, whatever their mode
             # A storage that begins behind the flags: layouts count from the start of a storage.
-            self.data = torch.from_numpy(whole[_FLAG_BYTES:])
+            self.tensor = torch.from_numpy(whole[_FLAG_BYTES:])
+        self.nbytes = len(self.tensor)
 
     @classmethod
     def create(cls, nbytes: int, *, anonymous: bool = True) -> Segment:
         """A new segment with ``nbytes`` of data, all zero.
 
         Args:
-            nbytes: Size of :attr:`data`.
+            nbytes: Size of :attr:`tensor`.
             anonymous: False: the portable way even where there is a better one.
 
         Raises:
@@ -81,6 +82,9 @@ class Segment:
             raise
         segment._fd = fd
         return segment
+
+    def free(self) -> None:
+        """It goes with the last reference."""
 
     def __del__(self) -> None:
         if self._fd >= 0 and self.handle[1][0] == os.getpid():

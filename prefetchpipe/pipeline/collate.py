@@ -101,8 +101,6 @@ class Message(NamedTuple):
     """Names the parent's side."""
     worker: int
     slot: int
-    serial: int
-    """Counts the segments that the slot has had."""
     handle: Any
     """Opens the segment; None if the parent has it."""
     dropped: tuple[int, ...]
@@ -158,7 +156,7 @@ class _WorkerSlot:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.segment is None else len(self.segment.data)
+        return self.views.nbytes
 
     def is_free(self) -> bool:
         """Whether the parent has given it back: its copies have passed (contract 6)."""
@@ -172,24 +170,9 @@ class _WorkerSlot:
         return True
 
     def replace(self, segment: Segment | None) -> None:
-        self.views.replace(None)
         self.segment = segment
         self.serial += 1
-        if segment is not None:
-            self.views.replace(_Block(segment))
-
-
-class _Block:
-    """A segment in the place of a pinned block."""
-
-    __slots__ = ("nbytes", "tensor")
-
-    def __init__(self, segment: Segment) -> None:
-        self.tensor = segment.data
-        self.nbytes = len(segment.data)
-
-    def free(self) -> None:
-        """Goes with its last reference."""
+        self.views.replace(segment)
 
 
 class _Packer:
@@ -249,7 +232,6 @@ class _Packer:
             token=self._options.token,
             worker=self._worker,
             slot=slot.number,
-            serial=slot.serial,
             handle=handle,
             dropped=dropped,
             kept=self._promise(),

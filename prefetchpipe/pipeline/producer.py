@@ -107,16 +107,16 @@ class Producer:
         self._verifies = False
         self._fetch_seconds = self._send_seconds = 0.0
         self._on_caller_stream = False
-        threads = self._options.copy_threads or usable_cores()
-        self.transfer.packers = Packers(threads // 2, f"prefetchpipe-packing-{self._number}")
-        self._pace = self._chosen_pace(threads)
+        self._threads = self._options.copy_threads or usable_cores()
+        self.transfer.packers = Packers(self._threads // 2, f"prefetchpipe-packing-{self._number}")
+        self._pace = self._chosen_pace()
         if self._device.staged:
             # Contract 3: work that the caller has queued may be writing what the loader or the transform will read.
             event = self._device.new_event()
             self._device.record(event, self._device.current_stream())
             self._device.wait(self._device.copy_stream, event)
 
-    def _chosen_pace(self, threads: int) -> Pace | None:
+    def _chosen_pace(self) -> Pace | None:
         fetch = self._options.fetch
         if fetch != "auto":
             self._shared.note_path(fetch, f"fetch={fetch!r} was asked for")
@@ -124,7 +124,7 @@ class Producer:
         return Pace(
             self._device,
             has_workers=torchloader.has_workers(self.source),
-            packs_alone=torch.get_num_threads() == 1 and threads >= _SEVERAL_THREADS,
+            packs_alone=torch.get_num_threads() == 1 and self._threads >= _SEVERAL_THREADS,
             clock=self._counters.clock,
         )
 
@@ -182,11 +182,7 @@ class Producer:
             if self._ended and not self._stopping:
                 return end_ticket()  # another consumer's thread has taken the end
             raise self._closed()  # a forked child, say, which has no thread
-        started = self._counters.clock()
-        ready = 0.0
-        with self._shared.lock:
-            self._consumers_waiting += 1
-        self._credits.put(_WAITING)
+        started, ready = self._begin_wait(), 0.0
         try:
             ticket = self._ready.get()
             ready = ticket.sent_at
@@ -196,10 +192,20 @@ class Producer:
                 self.stop(why="a worker process of its loader died")
             raise
         finally:
-            with self._shared.lock:
-                self._consumers_waiting -= 1
-            self._note_stall(started, ready)
+            self._end_wait(started, ready)
         return ticket
+
+    def _begin_wait(self) -> float:
+        started = self._counters.clock()
+        with self._shared.lock:
+            self._consumers_waiting += 1
+        self._credits.put(_WAITING)
+        return started
+
+    def _end_wait(self, started: float, ready: float) -> None:
+        with self._shared.lock:
+            self._consumers_waiting -= 1
+        self._note_stall(started, ready)
 
     def _probe_gil(self) -> None:
         """A loop that never waits for a batch may still wait for the loader's Python, inside its own calls of torch."""
@@ -304,7 +310,7 @@ class Producer:
 
     @property
     def is_following(self) -> bool:
-        """Whether an older pass over the same source has to be waited for, by :meth:`follow_up`."""
+        """Whether an older pass over the same source has to be waited for, by :meth:`follow_soon`."""
         return self._predecessor is not None
 
     async def follow_soon(self) -> None:
@@ -324,20 +330,14 @@ class Producer:
         ticket = self._poll()
         if ticket is not None:
             return ticket
-        started = self._counters.clock()
-        ready = 0.0
-        with self._shared.lock:
-            self._consumers_waiting += 1
-        self._credits.put(_WAITING)
+        started, ready = self._begin_wait(), 0.0
         try:
             while (ticket := self._poll()) is None:
                 await wait_ready(self._ready)
             ready = ticket.sent_at
             return ticket
         finally:
-            with self._shared.lock:
-                self._consumers_waiting -= 1
-            self._note_stall(started, ready)
+            self._end_wait(started, ready)
 
     def _poll(self) -> Ticket | None:
         if self._stopping:
@@ -398,7 +398,7 @@ class Producer:
     def _run(self) -> None:
         try:
             self._device.bind_thread()
-            limit_packing_threads(self._options.copy_threads or usable_cores())
+            limit_packing_threads(self._threads)
             aside = 0  # credits not used, since the pass is held back
             while not self._ended and not self._stopping:
                 credit = self._credits.get()  # contract 8
@@ -658,7 +658,7 @@ class Producer:
         What was drawn ahead is taken back, so that the newer pass draws what it would after the plain loop
         (contract 10).
         """
-        if self._pid != os.getpid():
+        if not self.is_ours:
             return
         with self.held():
             self._is_held_back = True

@@ -19,7 +19,7 @@ from prefetchpipe.batch.tree import WalkCache, flatten, unflatten
 from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import CorruptBatchError, IteratorClosedError
-from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.memory.pinned import PageableBlock, PinnedMemory
 from prefetchpipe.memory.ring import Slot, SlotRing
 from prefetchpipe.options import Options
 from prefetchpipe.pipeline.staging import Packers, stage
@@ -74,7 +74,6 @@ class Transfer:
         self._held: deque[tuple[Event, Any]] = deque()
         self._lent: deque[tuple[Event, WorkerSlot]] = deque()
         self._lent_events: list[Event] = []
-        self._memory = memory
         self._last_bytes = 0
         self.consumer_stream: Stream = None
         self.packers: Packers | None = None
@@ -245,7 +244,6 @@ class Transfer:
         finally:
             # Contract 6: the worker writes the slot again when this event has passed, also after half a copy.
             device.record(event, stream)
-            slot.count(1)
             self._lent.append((event, batch.take_slot()))
         if probe is not None:
             probe.end(stream, layout.nbytes)
@@ -278,7 +276,7 @@ class Transfer:
 
     def _return(self, event: Event, slot: WorkerSlot) -> None:
         self._lent.popleft()
-        slot.count(-1)
+        slot.end_copy()
         slot.give_back()
         self._lent_events.append(event)
 
@@ -286,7 +284,6 @@ class Transfer:
         """The batch just sent is to be sent again, or dropped: its slot is its own again when no copy reads it."""
         event, slot = self._lent.pop()
         self._device.synchronize(event)  # contract 6
-        slot.count(-1)
         slot.end_copy()
         batch.put_slot(slot)
         self._lent_events.append(event)
@@ -336,7 +333,7 @@ class Transfer:
         self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slot = Slot(self._device.new_event())
-        slot.replace(_PageableBlock(layout.nbytes))
+        slot.replace(PageableBlock(layout.nbytes))
         try:
             return stage(self._device, layout, slot, leaves=leaves, stream=stream)
         finally:
@@ -419,17 +416,6 @@ class Transfer:
         self._device.record(event, self._device.copy_stream)
         self._device.synchronize(event)
         _verify(check)
-
-
-class _PageableBlock:
-    """Ordinary memory in the place of a pinned block."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def free(self) -> None:
-        """Goes with its last reference."""
 
 
 def _verify(check: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

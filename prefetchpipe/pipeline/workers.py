@@ -47,41 +47,36 @@ class WorkerSlot:
         "_table",
         "_worker",
         "is_pinned",
-        "nbytes",
         "segment",
-        "serial",
-        "tensor",
         "views",
     )
 
-    def __init__(self, table: SlotTable, worker: int, segment: Segment, serial: int) -> None:
+    def __init__(self, table: SlotTable, worker: int, segment: Segment) -> None:
         self._table = table
         self._worker = worker
         self._is_copying = False
         self._is_retired = False
         self._is_closed = False
         self.segment = segment
-        self.serial = serial
-        self.tensor = segment.data
-        self.nbytes = len(segment.data)
         self.is_pinned: bool | None = None  # not tried yet
         self.views = Slot(None)
-        self.views.replace(self)
+        self.views.replace(segment)
 
     def begin_copy(self) -> bool:
         """Copies out of it are about to be launched; False if its memory is gone, since the pass was closed."""
+        under_way = self._table.under_way
         with self._table.lock:
-            self._is_copying = not self._is_closed
-            return self._is_copying
+            if self._is_closed:
+                return False
+            self._is_copying = True
+            under_way[self._worker] = under_way.get(self._worker, 0) + 1
+            return True
 
     def end_copy(self) -> None:
-        """They have passed, and the batch that lies in it is to be sent again."""
-        self._is_copying = False
-
-    def count(self, copies: int) -> None:
-        """So many more copies out of slots of this worker are under way."""
-        under_way = self._table.under_way
-        under_way[self._worker] = under_way.get(self._worker, 0) + copies
+        """They have passed: it can be given back, or its batch be sent again."""
+        with self._table.lock:
+            self._is_copying = False
+            self._table.under_way[self._worker] -= 1
 
     def is_wanted(self) -> bool:
         """Whether its worker may be out of slots until some are given back."""
@@ -93,9 +88,8 @@ class WorkerSlot:
         if self._table.pid != os.getpid():
             return  # a forked child holds copies of these objects, not the right to free the slot
         with self._table.lock:
-            self._is_copying = False
             if self._table.poison and not self._is_closed:
-                self.tensor.fill_(POISON)
+                self.segment.tensor.fill_(POISON)
             closes = self._closes()
         if closes:
             self._close()
@@ -105,7 +99,7 @@ class WorkerSlot:
         """Page-lock it, once; False where that is refused."""
         if self.is_pinned is None:
             try:
-                self._table.memory.register(self.tensor)
+                self._table.memory.register(self.segment.tensor)
                 self.is_pinned = True
             except PinnedMemoryError as refused:
                 self.is_pinned = False
@@ -131,12 +125,8 @@ class WorkerSlot:
         return True
 
     def _close(self) -> None:
-        self.views.replace(None)  # they refer to this object: its memory goes with its last reference, uncollected
         if self.is_pinned:
-            self._table.memory.unregister(self.tensor)
-
-    def free(self) -> None:
-        """Part of a host block's protocol; the segment goes with its last reference."""
+            self._table.memory.unregister(self.segment.tensor)
 
 
 class SlotTable:
@@ -203,7 +193,7 @@ class SlotTable:
         with self.lock:
             retired = [self._slots.pop(other) for other in gone if other in self._slots]
             if segment is not None and not self._is_closed:
-                self._slots[key] = WorkerSlot(self, message.worker, segment, message.serial)
+                self._slots[key] = WorkerSlot(self, message.worker, segment)
             slot = self._slots.get(key)
         for older in retired:
             older.retire()

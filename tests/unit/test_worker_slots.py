@@ -114,7 +114,7 @@ def test_c6_the_last_slots_wait_for_their_copies_at_the_end_of_a_pass(fetch: str
         readings.queue(index, batch)
     assert workers.busy() == 0
     for slot in workers.worker_slots:  # as a worker that persists writes in the next pass
-        slot.segment.data.fill_(0)
+        slot.segment.tensor.fill_(0)
     assert readings.values() == constants([1, 2, 3])
 
 
@@ -373,7 +373,7 @@ def test_checked_overwrites_a_slot_before_it_is_given_back() -> None:
     segment = workers.worker_slots[0].segment
     del batch
     assert segment.flags[STATE] == FREE
-    assert set(segment.data.tolist()) == {0xA5}
+    assert set(segment.tensor.tolist()) == {0xA5}
 
 
 def test_a_batch_on_the_cpu_is_a_copy() -> None:
