@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from prefetchpipe.device import resolve
+from prefetchpipe.device import portable, resolve
 from prefetchpipe.device.base import Device
 from prefetchpipe.memory.landing import LandingSlots
 from prefetchpipe.memory.pinned import PinnedMemory
@@ -278,9 +278,13 @@ class HostPrefetcher:
     # Copies carry the configuration; passes and memory stay behind
 
     def __getstate__(self) -> dict[str, Any]:
-        shared, device = self._shared, self._shared.device
-        name = str(device.torch_device) if type(device).__module__.startswith("prefetchpipe.device.") else device
-        return {"batches": shared.batches, "device": name, "options": shared.options, "borrow": shared.borrow}
+        shared = self._shared
+        return {
+            "batches": shared.batches,
+            "device": portable(shared.device),
+            "options": shared.options,
+            "borrow": shared.borrow,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._setup(state["batches"], resolve(state["device"]), state["options"], borrow=state["borrow"])

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from prefetchpipe.ranks import usable_cores
 
-__all__ = ["Fetch", "Options", "Workers", "usable_cores"]
+__all__ = ["Fetch", "Options", "Workers", "usable_cores", "whole"]
 
 Fetch = Literal["thread", "caller", "auto"]
 Workers = Literal["auto", "shared", "plain"]
@@ -38,22 +38,23 @@ class Options:
     """NumPy arrays stay arrays: for integrations, whose frameworks move tensors only."""
 
     def __post_init__(self) -> None:
-        _whole("depth", self.depth, minimum=1)
+        whole("depth", self.depth, minimum=1)
         if self.transform is not None and not callable(self.transform):
             raise TypeError(f"transform must be a callable or None, not {_shown(self.transform)}")
         _one_of("fetch", self.fetch, get_args(Fetch))
         _one_of("workers", self.workers, get_args(Workers))
         if self.copy_threads is not None:
-            _whole("copy_threads", self.copy_threads, minimum=1)
+            whole("copy_threads", self.copy_threads, minimum=1)
         if self.max_pinned_bytes is not None:
-            _whole("max_pinned_bytes", self.max_pinned_bytes, minimum=0)
+            whole("max_pinned_bytes", self.max_pinned_bytes, minimum=0)
         for name in ("static", "checked"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, not {_shown(value)}")
 
 
-def _whole(name: str, value: object, *, minimum: int) -> None:
+def whole(name: str, value: object, *, minimum: int) -> None:
+    """Refuse an option ``name`` that is no whole number of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number of at least {minimum}, not {_shown(value)}")
     if value < minimum:

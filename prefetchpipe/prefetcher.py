@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from prefetchpipe import ranges
-from prefetchpipe.device import resolve
+from prefetchpipe.device import portable, resolve
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import Fetch, Options, Workers
@@ -341,10 +341,8 @@ class GPUPrefetcher:
 
     def __getstate__(self) -> dict[str, Any]:
         shared = self._shared
-        device = shared.device
-        name = str(device.torch_device) if type(device).__module__.startswith("prefetchpipe.device.") else device
         own = {key: value for key, value in vars(self).items() if key not in ("_shared", "_passes", "_static")}
-        return {"loader": shared.loader, "device": name, "options": shared.options, "own": own}
+        return {"loader": shared.loader, "device": portable(shared.device), "options": shared.options, "own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._setup(state["loader"], resolve(state["device"]), state["options"])

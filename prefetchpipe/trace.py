@@ -15,6 +15,7 @@ import torch
 
 from prefetchpipe.device.base import Device
 from prefetchpipe.errors import PrefetchError
+from prefetchpipe.options import whole
 from prefetchpipe.pipeline.recorder import LANES, Recorder, Span
 from prefetchpipe.prefetcher import GPUPrefetcher
 from prefetchpipe.stats import Stats
@@ -157,10 +158,7 @@ def record(prefetcher: GPUPrefetcher, batches: int = 20, step: Callable[[Any], o
         ValueError: ``batches`` is below 1.
         Exception: Whatever the loader, the transform or ``step`` raises.
     """
-    if isinstance(batches, bool) or not isinstance(batches, int):
-        raise TypeError(f"batches must be a whole number of at least 1, not {batches!r} (a {type(batches).__name__})")
-    if batches < 1:
-        raise ValueError(f"batches must be at least 1, not {batches}")
+    whole("batches", batches, minimum=1)
     if step is not None and not callable(step):
         raise TypeError(f"step must be a callable or None, not {step!r} (a {type(step).__name__})")
     with recording(prefetcher) as trace:

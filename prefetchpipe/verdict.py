@@ -170,6 +170,8 @@ def _short_of_memory(stats: Stats, batch: _Batch) -> Verdict | None:
 
 def _gil(stats: Stats, batch: _Batch) -> Verdict | None:
     """The loader's Python, in this process, keeps the loop's thread from running: in ``next`` or in its own calls."""
+    if stats.num_workers:
+        return None  # its Python runs in other processes; a batch handed over late waited for a core
     other = max(batch.packing, batch.transform, batch.slot_wait, batch.device_wait)
     if batch.fetch > other and batch.handover > max(_GIL_SECONDS, _HANDOVER_SHARE * batch.waiting):
         what = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +16,10 @@ from rich.text import Text
 from prefetchpipe.cli import results
 from prefetchpipe.cli.charts.style import check_chart
 from prefetchpipe.cli.doctor import torch_device
-from prefetchpipe.cli.measure.timeline import TimelineSpan, busy_shares, headline, hidden_share, lanes_of, window
+from prefetchpipe.cli.measure.timeline import busy_shares, headline, hidden_share, lanes_of, window
 from prefetchpipe.cli.targets import axes_of, find, make_loader, said_by_user
 from prefetchpipe.cli.terminal import CliError, console, note, only_json_on_stdout, print_json, progress
+from prefetchpipe.trace import Span, Trace, record_trace
 
 __all__ = ["trace"]
 
@@ -49,7 +51,8 @@ def trace(
         change = None if transform is None else find("--transform", transform)
         source = make_loader(loader, factory, **chosen)
         recorded = _record(loader, source, where, batches=batches, step=work, depth=depth, transform=change)
-    spans: list[TimelineSpan] = list(recorded.spans)
+    assert recorded.stats is not None, "the recording has ended"
+    spans = list(recorded.spans)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         recorded.save(out)
@@ -61,7 +64,7 @@ def trace(
         "trace",
         options,
         where,
-        spans=[_plain(span) for span in spans],
+        spans=[dataclasses.asdict(span) for span in spans],
         busy_shares=busy_shares(spans),
         hidden_share=hidden_share(spans),
     )
@@ -74,7 +77,7 @@ def trace(
     if as_json:
         print_json(result)
     else:
-        render(console(), spans, str(getattr(getattr(recorded, "stats", None), "verdict", "")))
+        render(console(), spans, recorded.stats.verdict)
 
 
 def _chosen(spec: str, axes: set[str], batch_size: int | None, workers: int | None) -> dict[str, int]:
@@ -97,9 +100,7 @@ def _record(
     step: Callable[[Any], Any] | None,
     depth: int,
     transform: Callable[[Any], Any] | None,
-) -> Any:
-    from prefetchpipe.trace import record_trace
-
+) -> Trace:
     taken = 0
     with progress("recording", batches) as advance:
 
@@ -119,7 +120,7 @@ def _record(
     return recorded
 
 
-def render(out: Console, spans: Sequence[TimelineSpan], verdict: str) -> None:
+def render(out: Console, spans: Sequence[Span], verdict: str) -> None:
     """Print what each lane did, for a person."""
     shares = busy_shares(spans)
     table = Table(title="Lanes", title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -133,21 +134,10 @@ def render(out: Console, spans: Sequence[TimelineSpan], verdict: str) -> None:
         )
     out.print(table)
     out.print(Text(f"\n{headline(spans)}."))
-    if verdict:
-        out.print(Text(verdict))
+    out.print(Text(verdict))
 
 
-def _plain(span: TimelineSpan) -> dict[str, Any]:
-    return {
-        "lane": span.lane,
-        "name": span.name,
-        "start_seconds": span.start_seconds,
-        "seconds": span.seconds,
-        "batch": span.batch,
-    }
-
-
-def _where(result: dict[str, Any], shown: Sequence[TimelineSpan]) -> str:
+def _where(result: dict[str, Any], shown: Sequence[Span]) -> str:
     machine, options = result["machine"], result["options"]
     numbers = sorted({span.batch for span in shown})
     return (

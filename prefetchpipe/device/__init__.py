@@ -6,7 +6,13 @@ import torch
 
 from prefetchpipe.device.base import Device
 
-__all__ = ["Device", "resolve"]
+__all__ = ["Device", "portable", "resolve"]
+
+
+def portable(device: Device) -> str | Device:
+    """What stands for ``device`` in a copy or a pickle, and :func:`resolve` takes: its name, unless it is not ours."""
+    is_ours = type(device).__module__.startswith("prefetchpipe.device.")
+    return str(device.torch_device) if is_ours else device
 
 
 def resolve(device: str | torch.device | Device | None) -> Device:

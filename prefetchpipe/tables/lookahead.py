@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prefetchpipe.errors import PrefetchWarning
+from prefetchpipe.options import whole
 from prefetchpipe.tables.embedding import HostEmbedding, Prepared
 
 __all__ = ["Lookahead"]
@@ -44,10 +45,7 @@ class Lookahead:
     def __init__(
         self, batches: Iterable[Any], ids: Mapping[HostEmbedding, Callable[[Any], Any]], *, depth: int = 1
     ) -> None:
-        if isinstance(depth, bool) or not isinstance(depth, int):
-            raise TypeError(f"depth must be a whole number of at least 1, not {depth!r} (a {type(depth).__name__})")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, not {depth}")
+        whole("depth", depth, minimum=1)
         for embedding, choose in ids.items():
             if not isinstance(embedding, HostEmbedding) or not callable(choose):  # type: ignore[redundant-expr]
                 raise TypeError(f"ids must map a HostEmbedding to a callable, not {embedding!r} to {choose!r}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefetchpipe.device.base import Device, Event, HostBlock
+from prefetchpipe.device.base import Device, Event, HostBlock, Stream
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 from prefetchpipe.memory.pinned import PinnedMemory
 
@@ -153,15 +153,15 @@ class Staging:
         budget: Where page-locked memory comes from; when it is used up the block is ordinary memory.
     """
 
-    __slots__ = ("_block", "_budget", "_device", "_tensor", "event", "used")
+    __slots__ = ("_block", "_budget", "_device", "_event", "_is_used", "_tensor")
 
     def __init__(self, device: Device, budget: PinnedMemory) -> None:
         self._device = device
         self._budget = budget
         self._block: HostBlock | None = None
         self._tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.event: Event = device.new_event()
-        self.used = False
+        self._event: Event = device.new_event()
+        self._is_used = False
 
     def acquire(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` of it, flat ``uint8``; blocks until its last copy has passed."""
@@ -180,11 +180,16 @@ class Staging:
             else:
                 self._tensor = self._block.tensor
 
+    def leave(self, stream: Stream) -> None:
+        """A copy in or out is queued on ``stream``."""
+        self._device.record(self._event, stream)
+        self._is_used = True
+
     def wait(self) -> None:
         """Block until the last copy in or out has passed."""
-        if self.used:
-            self._device.synchronize(self.event)  # contract 6: the copy may still be running
-            self.used = False
+        if self._is_used:
+            self._device.synchronize(self._event)  # contract 6: the copy may still be running
+            self._is_used = False
 
     def free(self) -> None:
         """Wait, then give the memory back."""

@@ -153,7 +153,7 @@ class StagedMover:
         torch.index_select(self._rows.tensor, 0, index.ids, out=buffer.view(out.dtype).view(out.shape))
         stream = self._device.current_stream()
         self._device.copy(out, buffer, stream)
-        self._leave(staging, stream)
+        staging.leave(stream)
 
     def scatter(self, index: Index, values: torch.Tensor, *, unique: bool) -> None:
         """See the protocol."""
@@ -174,11 +174,7 @@ class StagedMover:
         # Contract 5: the ids may be the caller's own memory, and are read when the host writes.
         held = Index(index.ids.clone(), index.shape, resident=False)
         self._half = (held, buffer.view(values.dtype).view(values.shape), unique, adding)
-        self._leave(self._back, stream)
-
-    def _leave(self, staging: Staging, stream: Stream) -> None:
-        self._device.record(staging.event, stream)
-        staging.used = True
+        self._back.leave(stream)
 
     def settle(self) -> None:
         """The second half of the last scatter."""
@@ -232,8 +228,7 @@ class KernelMover:
             buffer.view(torch.int64).copy_(index.ids)
             stream = self._device.current_stream()
             self._device.copy(ids, buffer, stream)
-            self._device.record(staging.event, stream)
-            staging.used = True
+            staging.leave(stream)
         return Index(ids, index.shape, resident=True, is_distinct=index.is_distinct)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:

@@ -11,9 +11,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from prefetchpipe.device import resolve
+from prefetchpipe.device import portable, resolve
 from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.options import whole
 from prefetchpipe.tables.ahead import RowsAhead
 from prefetchpipe.tables.files import read_rows, save_rows
 from prefetchpipe.tables.index import Index, read_index
@@ -85,12 +86,12 @@ class HostTable:
         path: str | os.PathLike[str] | None = None,
         max_pinned_bytes: int | None = None,
     ) -> None:
-        _whole("num_rows", num_rows, 0)
-        _whole("dim", dim, 1)
+        whole("num_rows", num_rows, minimum=0)
+        whole("dim", dim, minimum=1)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
         if max_pinned_bytes is not None:
-            _whole("max_pinned_bytes", max_pinned_bytes, 0)
+            whole("max_pinned_bytes", max_pinned_bytes, minimum=0)
         if isinstance(init, str) and init != "zeros":
             raise ValueError(f"init must be None, 'zeros', a callable, a tensor or an array, not {init!r}")
         self.where = resolve(device)
@@ -420,8 +421,7 @@ class HostTable:
         return f"HostTable({self.shape[0]}, {self.shape[1]}, dtype={self.dtype}, device={self.where!r}, {kind})"
 
     def __reduce__(self) -> Any:
-        name = str(self.device) if type(self.where).__module__.startswith("prefetchpipe.device.") else self.where
-        return type(self), (*self.shape, self.dtype, name, self.host_tensor().clone())
+        return type(self), (*self.shape, self.dtype, portable(self.where), self.host_tensor().clone())
 
 
 def _close(rows: HostRows, mover: Mover, device: Device, process: int) -> None:
@@ -431,12 +431,3 @@ def _close(rows: HostRows, mover: Mover, device: Device, process: int) -> None:
             mover.close()
             rows.flush()
             rows.free()
-
-
-def _whole(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"{name} must be a whole number of at least {minimum}, not {value!r} (a {type(value).__name__})"
-        )
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {value}")

@@ -647,7 +647,7 @@ MUTANTS = (
     Mutant(
         "a staging buffer is written under its copy",
         "tables/memory.py",
-        "self._device.synchronize(self.event)  # contract 6: the copy may still be running",
+        "self._device.synchronize(self._event)  # contract 6: the copy may still be running",
         "pass",
         6,
         _tables("test_c6_many_gathers_behind_a_slow_link"),

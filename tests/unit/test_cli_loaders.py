@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from prefetchpipe import GPUPrefetcher
 from prefetchpipe.cli.targets import axes_of, find, make_loader
 from tests.cli_support import PNG, SWEEP, document, loaders_in, one_line, run
 
@@ -19,39 +15,6 @@ from tests.cli_support import PNG, SWEEP, document, loaders_in, one_line, run
 def folder(tmp_path, monkeypatch):
     with loaders_in(tmp_path, monkeypatch):
         yield tmp_path
-
-
-@pytest.fixture
-def trace_module(monkeypatch):
-    """`prefetchpipe.trace`, or a stand-in with the same interface where the package has none."""
-    try:
-        return importlib.import_module("prefetchpipe.trace")
-    except ModuleNotFoundError:
-        pass
-
-    class Trace:
-        def __init__(self, spans):
-            self.spans = spans
-
-        def save(self, path):
-            events = [{"ph": "X", "name": span.name, "ts": span.start_seconds * 1e6} for span in self.spans]
-            Path(path).write_text(json.dumps({"traceEvents": events}))
-
-    def record_trace(loader, device=None, *, batches=20, step=None, depth=2, transform=None):
-        spans = []
-        with GPUPrefetcher(loader, device, depth=depth, transform=transform) as prefetcher:
-            for number, batch in zip(range(batches), prefetcher, strict=False):
-                for order, lane in enumerate(("loader", "packing", "copy", "compute")):
-                    start = number + order * 0.2
-                    made = {"lane": lane, "name": lane, "start_seconds": start, "seconds": 0.3, "batch": number}
-                    spans.append(types.SimpleNamespace(**made))
-                step(batch)
-        return Trace(spans)
-
-    module = types.ModuleType("prefetchpipe.trace")
-    module.record_trace = record_trace
-    monkeypatch.setitem(sys.modules, "prefetchpipe.trace", module)
-    return module
 
 
 class TestSweep:
@@ -151,7 +114,7 @@ class TestSweep:
 
 class TestTrace:
     @pytest.mark.slow
-    def test_trace_chart_and_table(self, folder, trace_module):
+    def test_trace_chart_and_table(self, folder):
         result = run("trace", "cli_loaders:both", "--batch-size", 4, "--batches", 3, "--step", "cli_loaders:step",
                      "--workers", 0)  # fmt: skip
         assert result.exit_code == 0, result.output
@@ -159,7 +122,7 @@ class TestTrace:
         assert (folder / "trace.png").read_bytes().startswith(PNG)
         assert "compute" in result.stdout
 
-    def test_json(self, trace_module):
+    def test_json(self):
         found = document("trace", "cli_loaders:plain", "--batches", 2, "--no-chart")
         assert {span["batch"] for span in found["spans"] if span["lane"] == "compute"} == {0, 1}
 
@@ -176,7 +139,7 @@ class TestTrace:
             (("cli_loaders:plain", "--batches", "0"), "--batches", 2),
         ],
     )
-    def test_bad_input_is_one_line(self, arguments, said, code, trace_module):
+    def test_bad_input_is_one_line(self, arguments, said, code):
         result = run("trace", *arguments)
         assert result.exit_code == code
         assert said in result.stderr

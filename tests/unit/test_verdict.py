@@ -244,6 +244,8 @@ def test_a_loader_whose_python_keeps_the_loop_from_running() -> None:
     assert stats.bottleneck == "gil"
     assert "lies ready for 5 ms of each 5 ms step" in stats.verdict
     assert "holds the GIL" in stats.verdict
+    # The same times behind worker processes say something else: their Python has a GIL of its own.
+    assert dataclasses.replace(stats, num_workers=2).bottleneck == "loader"
 
 
 @pytest.mark.skipif(not gil.can_probe, reason="needs Linux")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from prefetchpipe.cli.charts.style import GREY, INK, PALETTE, new_figure, save, title
-from prefetchpipe.cli.measure.timeline import TimelineSpan, busy_shares, lanes_of
+from prefetchpipe.cli.measure.timeline import busy_shares, lanes_of
+from prefetchpipe.pipeline.recorder import Span
 
 __all__ = ["draw"]
 
@@ -20,12 +21,11 @@ _MEANINGS = {
     "packing": "into the slot",
     "copy": "to the device",
     "compute": "the loop's work",
-    "consumer": "the loop",
     "wait": "the loop waits",
 }
 
 
-def draw(spans: Sequence[TimelineSpan], *, headline: str, where: str, path: Path) -> None:
+def draw(spans: Sequence[Span], *, headline: str, where: str, path: Path) -> None:
     """Write the chart.
 
     Args:
@@ -63,7 +63,7 @@ def draw(spans: Sequence[TimelineSpan], *, headline: str, where: str, path: Path
     save(figure, path)
 
 
-def _bar(panel: Any, span: TimelineSpan, row: int, *, start: float, whole: float) -> None:
+def _bar(panel: Any, span: Span, row: int, *, start: float, whole: float) -> None:
     waiting = span.lane == "wait"
     colour = "#d9d9d9" if waiting else _CYCLE[span.batch % len(_CYCLE)]
     width = max(span.seconds * 1e3, whole * 5e-4)  # a short one stays visible

@@ -90,8 +90,6 @@ def measure_window(
         wait()
         seconds, after = time.perf_counter() - start, prefetcher.stats()
         source.close()
-    since = getattr(after, "since", None)
-    seen = after if since is None else since(before)
     return Window(
         seconds=seconds,
         batches=batches,
@@ -99,7 +97,7 @@ def measure_window(
         nbytes=nbytes,
         wait_seconds=waited,
         usage=sampler.usage(),
-        verdict=str(getattr(seen, "verdict", "")),
+        verdict=after.since(before).verdict,
     )
 
 

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
-__all__ = ["LANES", "TimelineSpan", "busy_shares", "headline", "hidden_share", "lanes_of", "window"]
+from prefetchpipe.pipeline.recorder import LANES, Span
 
-LANES = ("loader", "packing", "copy", "compute", "consumer", "wait")
-"""From the source of a batch to its use; others come after these."""
+__all__ = ["busy_shares", "headline", "hidden_share", "lanes_of", "window"]
+
 _FEEDING = ("loader", "packing", "copy")
 _WORTH_SAYING = 0.02
 _FULL = 0.9
 _MOST_BATCHES = 10
 
 
-class TimelineSpan(Protocol):
-    """One thing that took time; what :func:`prefetchpipe.trace.record_trace` collects."""
-
-    @property
-    def lane(self) -> str: ...  # noqa: D102 - the names say it
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def start_seconds(self) -> float: ...  # noqa: D102
-    @property
-    def seconds(self) -> float: ...  # noqa: D102
-    @property
-    def batch(self) -> int: ...  # noqa: D102
-
-
-def lanes_of(spans: Sequence[TimelineSpan]) -> list[str]:
-    """The lanes that there are, in order."""
+def lanes_of(spans: Sequence[Span]) -> list[str]:
+    """The lanes that there are, from the source of a batch to its use; others come after these."""
     there = dict.fromkeys(span.lane for span in spans)
     return [lane for lane in LANES if lane in there] + [lane for lane in there if lane not in LANES]
 
 
-def window(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
+def window(spans: Sequence[Span]) -> list[Span]:
     """The spans of the last batches, as many as can be told apart on a chart: the start of a pass is not typical."""
     last = max((span.batch for span in spans), default=0)
     return [span for span in spans if span.batch > last - _MOST_BATCHES]
 
 
-def busy_shares(spans: Sequence[TimelineSpan]) -> dict[str, float]:
+def busy_shares(spans: Sequence[Span]) -> dict[str, float]:
     """For each lane the share of the whole time in which something was going on there."""
     if not spans:
         return {}
@@ -53,7 +37,7 @@ def busy_shares(spans: Sequence[TimelineSpan]) -> dict[str, float]:
     return {lane: _length(_covered(spans, [lane])) / total for lane in lanes_of(spans)}
 
 
-def hidden_share(spans: Sequence[TimelineSpan]) -> float | None:
+def hidden_share(spans: Sequence[Span]) -> float | None:
     """Of the time for loading, packing and copying, the share during which the loop's work ran; None without any."""
     feeding, work = _covered(spans, _FEEDING), _covered(spans, ["compute"])
     whole = _length(feeding)
@@ -63,7 +47,7 @@ def hidden_share(spans: Sequence[TimelineSpan]) -> float | None:
     return both / whole
 
 
-def headline(spans: Sequence[TimelineSpan]) -> str:
+def headline(spans: Sequence[Span]) -> str:
     """One sentence: who sets the pace, and what is hidden."""
     shares = busy_shares(spans)
     feeding = {lane: share for lane, share in shares.items() if lane in _FEEDING}
@@ -81,7 +65,7 @@ def headline(spans: Sequence[TimelineSpan]) -> str:
     return f"The loop works {work:.0%} of the time; {before}{aside}"
 
 
-def _covered(spans: Iterable[TimelineSpan], lanes: Iterable[str]) -> list[tuple[float, float]]:
+def _covered(spans: Iterable[Span], lanes: Iterable[str]) -> list[tuple[float, float]]:
     chosen = set(lanes)
     return _merged((s.start_seconds, s.start_seconds + s.seconds) for s in spans if s.lane in chosen)
 
