@@ -20,7 +20,8 @@ ALIGNMENT = 64
 """Bytes. A cache line for the packing threads, and more than any vectorised device load asks for (16)."""
 
 OWN_BLOCK_BYTES = 1 << 20
-"""Bytes from which a leaf has device memory of its own. The extra copy costs some 4 us to launch, and 20 to run."""
+"""Bytes from which a leaf has device memory of its own. The extra copy costs some 4 us to launch, and 20 to run
+(by arithmetic, at 55 GB/s)."""
 
 _FEW_LEAVES = 3
 

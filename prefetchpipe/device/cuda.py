@@ -1,6 +1,6 @@
 """CUDA, through CuPy's runtime calls where CuPy is there and through torch otherwise.
 
-The only file that imports CuPy and ``torch.cuda``. CuPy's runtime calls cost about a microsecond each
+The only file that imports CuPy and ``torch.cuda``. CuPy's runtime calls cost one to four microseconds each
 (docs/performance.md), so they serve the hot path.
 """
 

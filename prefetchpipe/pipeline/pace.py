@@ -18,13 +18,14 @@ _WARM_BATCHES = 4
 
 _HANDOFF_SECONDS = 30e-6
 _HANDOFF_SHARE = 0.3
-"""What a thread costs: two wake-ups, and that everything it does takes so much longer beside another busy thread
-(docs/performance.md). It gains what the loader, or the loop, does meanwhile."""
+"""What a thread is taken to cost: two wake-ups, and that everything it does takes so much longer beside another busy
+thread (images in docs/performance.md; batches of small leaves lose more). It gains what the loader, or the loop,
+does meanwhile."""
 
 _QUICK_FETCH_SECONDS = 100e-6
 _SLOW_FETCH_SECONDS = 1e-3
 _SLOW_PACKING_SECONDS = 1e-3
-"""One thread packs some 7 MB in this time: from here on several are worth a hand-off."""
+"""One thread packs some 7 MB in this time (at the rate of the results file): several are worth a hand-off then."""
 _RECENT_BATCHES = 3
 _FEWEST_BATCHES = 2
 _SETTLED_BATCHES = 16

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import warnings
-from _queue import SimpleQueue  # the C class itself: put and get take a fraction of a microsecond
+from _queue import SimpleQueue  # the C class itself
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -273,12 +273,13 @@ class Producer:
         return ticket
 
     def _is_behind(self, done: Event) -> bool:
+        """Whether the loop would wait for the device (contract 4) where a thread could do that for it (contract 16)."""
         if done is not None and not self._device.query(done):
             return True
         return self._on_caller_stream and self.transfer.is_behind()
 
     def _wait_until_done(self, done: Event) -> None:
-        """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth`` back."""
+        """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth + 1`` back."""
         if done is not None:
             if not self._device.query(done):
                 started = self._counters.clock()
@@ -525,7 +526,7 @@ class Producer:
         if stream is not None:
             event = self._device.new_event()
             self._device.record(event, stream)
-            self._device.synchronize(event)
+            self._device.synchronize(event)  # contract 15: what its work still reads comes free then
         return tries < 1 + self._options.depth
 
     def _warn_of_depth(self) -> None:

@@ -135,7 +135,7 @@ class Packers:
         self._own = views[::count], sources[::count]
 
     def finish(self) -> None:
-        """Pack the calling thread's share and wait for the others; all bytes have moved then."""
+        """Pack the calling thread's share and wait for the others; all bytes have left the leaves then (contract 5)."""
         own, self._own = self._own, ([], [])
         error: BaseException | None = None
         try:
