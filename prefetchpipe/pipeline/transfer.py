@@ -259,7 +259,7 @@ class Transfer:
         return out
 
     def return_slots(self) -> None:
-        """Before the loader is asked for a batch: its worker may be waiting for a slot that we hold (until contract 6)."""
+        """Contract 6, before the loader is asked for a batch: its worker may be waiting for a slot that we hold."""
         while self._lent:
             event, slot = self._lent[0]
             if not self._device.query(event):
