@@ -22,7 +22,7 @@ from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.flagged import refuse_flagged
 from prefetchpipe.pipeline.producer import Producer, exiting
 from prefetchpipe.pipeline.ranged import RangedProducer
-from prefetchpipe.pipeline.shared import Shared
+from prefetchpipe.pipeline.shared import Shared, can_rewind
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.ranks import check_sampler
@@ -258,8 +258,8 @@ class GPUPrefetcher:
         shared = self._shared
         own = [producer for producer in older if producer.source is shared.loader]
         with ExitStack() as stack:
-            for producer in own:  # its thread must not be inside a loader that rewinds itself
-                stack.enter_context(producer.held())
+            for producer in own if can_rewind(shared.loader) else ():
+                stack.enter_context(producer.held())  # its thread must not be inside a loader that rewinds itself
             source, rewound = shared.start_source()
             if rewound:
                 for producer in own:

@@ -498,9 +498,21 @@ class Producer:
     def _wait_for_memory(self, tries: int) -> bool:
         """The device is full (contract 15): go on with less depth once the consumer has taken a batch.
 
+        The loader is not being asked meanwhile, so nobody is inside: a newer pass may begin.
+
         Returns:
             Whether another try may succeed.
         """
+        self._insider = 0
+        self._inside.release()
+        try:
+            may_succeed = self._is_memory_freed(tries)
+        finally:
+            self._inside.acquire()
+            self._insider = threading.get_ident()
+        return may_succeed and not self._stopping
+
+    def _is_memory_freed(self, tries: int) -> bool:
         if self._sent > self._taken:
             credit = self._credits.get()
             if credit is _STOP:

@@ -28,7 +28,7 @@ from prefetchpipe.pipeline.twins import Twins
 if TYPE_CHECKING:
     from prefetchpipe.stats import Stats
 
-__all__ = ["CapturedState", "Shared", "start_source"]
+__all__ = ["CapturedState", "Shared", "can_rewind", "start_source"]
 
 _OWN_REFERENCES = 4
 """To a source that nobody else holds, where it is counted: the producer's, two variables, and the count's own."""
@@ -254,11 +254,16 @@ def start_source(loader: Any, iterate: Callable[[Any], Any] = iter) -> tuple[Any
     A loader whose own ``__iter__`` resets it and returns it cannot be told from one that just returns itself, except by
     what the call changes.
     """
-    method = getattr(type(loader), "__iter__", None)
-    plain = method is None or not hasattr(method, "__code__") or method is Iterator.__iter__
-    before = None if plain else _simple_attributes(loader)
+    may_rewind = can_rewind(loader)
+    before = _simple_attributes(loader) if may_rewind else None
     source = iterate(loader)
-    return source, not plain and before != _simple_attributes(loader)
+    return source, may_rewind and before != _simple_attributes(loader)
+
+
+def can_rewind(loader: Any) -> bool:
+    """Whether ``iter(loader)`` runs Python code of its class; that of a generator, say, gives the generator itself."""
+    method = getattr(type(loader), "__iter__", None)
+    return hasattr(method, "__code__") and method is not Iterator.__iter__
 
 
 def attribute(owner: Any, name: str) -> Any:

@@ -37,12 +37,13 @@ class StaticBatches:
         if targets is None:
             with torch.inference_mode(False):  # a later pass may fill them outside inference mode
                 targets = self._sets[key] = [torch.empty_like(leaf, requires_grad=False) for leaf in sources]
-        self._device.fill(targets, sources)
+        if sources:
+            self._device.fill(targets, sources)
         for place, target in zip(places, targets, strict=True):
             leaves[place] = target
         return unflatten(spec, leaves)
 
     def _fixed(self, leaf: Any) -> bool:
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.requires_grad:
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested or leaf.requires_grad:
             return False
         return leaf.device == self._device.torch_device

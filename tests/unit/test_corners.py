@@ -8,6 +8,7 @@ import copy
 import gc
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from prefetchpipe import GPUPrefetcher, IteratorClosedError
+from prefetchpipe import GPUPrefetcher, IteratorClosedError, PrefetchWarning
+from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.testing import SimulatedDevice
-from tests.support import Thread
+from tests.support import TIMEOUT, Thread
 
 FETCH = ["thread", "caller", "auto"]
 
@@ -694,3 +696,77 @@ def test_c10_persistent_workers_draw_as_in_the_plain_loop_after_an_early_break(w
     torch.manual_seed(0)
     with GPUPrefetcher(loader(), "cpu", fetch="caller", workers=workers) as prefetcher:
         assert run(prefetcher) == expected
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("first", ["live", "dropped"])
+def test_c9_l5_a_new_pass_begins_while_the_source_gives_nothing(first: str) -> None:
+    """As over the plain generator: `iter` asks for no item, so it waits for none."""
+    items: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def feed() -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.tensor(items.get())
+
+    prefetcher = GPUPrefetcher(feed(), "cpu", fetch="thread")
+    iterator = iter(prefetcher)
+    items.put(0)
+    assert int(next(iterator)) == 0  # from here on the thread waits inside of the generator
+    if first == "dropped":
+        del iterator
+    again = iter(prefetcher)
+    items.put(1)
+    assert int(next(again)) == 1
+    items.put(2)  # wakes the thread for the end
+    prefetcher.close()
+
+
+@pytest.mark.timeout(20)
+def test_c9_l5_m4_a_new_pass_begins_while_the_older_one_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+    is_memory_freed = Producer._is_memory_freed
+
+    def seen(self: Producer, tries: int) -> bool:
+        waits.set()
+        return is_memory_freed(self, tries)
+
+    monkeypatch.setattr(Producer, "_is_memory_freed", seen)
+    nbytes = 100 * 1024
+    device = SimulatedDevice(memory_limit=int(2.5 * nbytes))
+    data = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(8)]
+    loader = DataLoader(data, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(0))
+    prefetcher = GPUPrefetcher(loader, device, depth=4, fetch="thread")
+    seen_values = []
+
+    def read(batch: Any) -> None:
+        device.synchronize()
+        seen_values.append(int(batch[0, 0]))
+
+    def loop() -> Any:
+        older = iter(prefetcher)
+        read(next(older))
+        assert waits.wait(TIMEOUT)
+        newer = iter(prefetcher)  # holds the older one back, whose thread waits for this very consumer
+        for batch in older:
+            read(batch)
+            del batch
+        return newer
+
+    with pytest.warns(PrefetchWarning, match="device memory is full"):
+        newer = loop()
+    assert sorted(seen_values) == list(range(8))
+    newer.close()
+    prefetcher.close()
+
+
+@pytest.mark.parametrize("batch", [1, None, {}, [], "text", torch.ones(2).to_sparse()], ids=repr)
+def test_c12_static_batches_without_a_tensor_of_their_own(batch: Any) -> None:
+    (out,) = GPUPrefetcher([batch], "cpu", static=True)
+    assert type(out) is type(batch)
+    assert torch.equal(out.to_dense(), batch.to_dense()) if isinstance(batch, torch.Tensor) else out == batch
+
+
+def test_c12_static_batches_keep_nested_tensors() -> None:
+    batch = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    (out,) = GPUPrefetcher([batch], "cpu", static=True)
+    assert [part.tolist() for part in out.unbind()] == [[1, 1], [0, 0, 0]]

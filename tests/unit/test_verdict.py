@@ -363,19 +363,41 @@ def test_tiny_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 # The link
 
 
+class DeviceClock(Clock):
+    """Reads the simulated device's time."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        super().__init__()
+
+    @property
+    def now(self) -> float:
+        return self.device.now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        assert value == 0, "the device's time passes by what is done on it"
+
+
 @pytest.mark.parametrize("fetch", ["thread", "caller"])
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["packed", "pinned"])
 def test_a_slow_link(fetch: str, is_pinned: bool) -> None:
     device = SimulatedDevice(bandwidth=1e6)
-    source = [device.pin_memory(batch) for batch in batches()] if is_pinned else batches()
-    stats = run(timed(source, lambda: device.now, device, fetch=fetch), lambda batch: device.pass_time(1 * MS))
+    ready = [device.pin_memory(batch) for batch in batches()] if is_pinned else batches()
+
+    def once(body: Any = None) -> Any:
+        clock = DeviceClock(device)
+        # A thread copies while the loop waits, whoever gets to run first.
+        source = stalling(clock, 0, ready) if fetch == "thread" else ready
+        return run(timed(source, clock, device, fetch=fetch), body)
+
+    stats = once(lambda batch: device.pass_time(1 * MS))
     assert stats.bottleneck == "link"
     assert "copying 10 kB takes 10 ms a batch at 0.001 GB/s" in stats.verdict
     assert "measured" not in stats.verdict
     assert "uint8" in stats.verdict
     measure_limits(device)
-    again = run(timed(source, lambda: device.now, device, fetch=fetch))
-    assert "at 0.001 GB/s, of 0.001 GB/s measured" in again.verdict
+    assert "at 0.001 GB/s, of 0.001 GB/s measured" in once().verdict
 
 
 # Memory
