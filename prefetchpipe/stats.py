@@ -104,7 +104,7 @@ class Stats:
     transform_seconds: float = 0.0
     """Of ``send_seconds``: in the transform (the host's time; its kernels run later)."""
     slot_wait_seconds: float = 0.0
-    """Of ``send_seconds``: waiting for a pinned slot whose copy was still running."""
+    """Of ``send_seconds``: waiting for a pinned slot, or the loader's pinned memory, whose copy was still running."""
     device_wait_seconds: float = 0.0
     """Time in which nothing was fetched, because the device was still busy with an earlier batch."""
     stall_seconds: float

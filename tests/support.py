@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -61,15 +62,31 @@ def spin(seconds: float) -> None:
     """Keep the current CUDA stream busy for about `seconds`."""
     global _cycles_per_second  # noqa: PLW0603
     if _cycles_per_second is None:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(1_000_000)
-        torch.cuda.synchronize()
-        start.record()
-        torch.cuda._sleep(20_000_000)
-        end.record()
-        end.synchronize()
-        _cycles_per_second = 20_000_000 / (start.elapsed_time(end) / 1e3)
+        rates = []
+        for _ in range(5):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            start.record()
+            torch.cuda._sleep(4_000_000)
+            end.record()
+            end.synchronize()
+            rates.append(4_000_000 / (start.elapsed_time(end) / 1e3))
+        _cycles_per_second = max(rates)  # the others shared the device with another process
     torch.cuda._sleep(int(seconds * _cycles_per_second))
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU is an error, as far as torch sees it."""
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "a prototype feature"
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def new_stream(device: Any) -> Any:

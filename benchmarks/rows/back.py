@@ -121,7 +121,7 @@ class Both:
         there = [torch.full((_size(env) // 4,), float(seed)) for seed in range(1, 5)]
         pool = [batch.pin_memory() if env.cuda else batch for batch in there]
         with (
-            GPUPrefetcher(CyclingBatches(pool, count), env.device) as up,
+            GPUPrefetcher([pool[number % 4] for number in range(count)], env.device) as up,
             HostPrefetcher(CyclingBatches(_outputs(env), count), device=env.device, borrow=True) as down,
             HostPrefetcher(up, device=env.device, borrow=True) as both,
         ):

@@ -433,6 +433,7 @@ class Producer:
     def _produce(self, stream: Stream) -> Ticket:
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""
         try:
+            self.transfer.wait_for_source()
             started = self._counters.clock()
             self.transfer.return_slots()
             with self._modes.user_code():
@@ -728,6 +729,7 @@ class Producer:
             ticket.error = None  # its traceback leads back to the ticket, and holds torch's iterator until a collection
         left.clear()
         with self._device.beside_captures():
+            self.transfer.wait_for_source()
             self.transfer.give_back_slots()
             self._shared.twins.retire(source)  # before its workers are ended: none of them waits for a slot then
         del source

@@ -73,6 +73,7 @@ class Transfer:
         self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._events: deque[Event] = deque()
         self._held: deque[tuple[Event, Any]] = deque()
+        self._unread: Event | None = None
         self._lent: deque[tuple[Event, WorkerSlot]] = deque()
         self._lent_events: list[Event] = []
         self._last_bytes = 0
@@ -89,6 +90,8 @@ class Transfer:
         """Whether fetching or sending would have to wait for the device."""
         if self._lent and self._lent[-1][1].is_wanted() and not self._device.query(self._lent[0][0]):
             return True
+        if self._unread is not None and not self._device.query(self._unread):
+            return True
         return self._ring is not None and self._ring.would_wait()
 
     def send(self, batch: Any, modes: ThreadState, stream: Stream, *, caller: Stream, reusable_source: bool) -> Ticket:
@@ -103,7 +106,8 @@ class Transfer:
             reusable_source: Whether the loader may write into this batch's memory again.
 
         Returns:
-            A ticket. The bytes have left the loader's tensors (contract 5).
+            A ticket. The bytes have left the loader's tensors, or will have when :meth:`wait_for_source` returns
+            (contract 5).
 
         Raises:
             torch.OutOfMemoryError: The device is full; nothing of the batch is kept, it can be sent again.
@@ -268,6 +272,21 @@ class Transfer:
                 self._device.synchronize(event)
             self._return(event, slot)
 
+    def wait_for_source(self) -> None:
+        """Before the loader's code runs again, or the pass is over: it may write pinned memory that is copied from."""
+        event = self._unread
+        if event is None:
+            return
+        if not self._device.query(event):
+            started = self._counters.clock()
+            self._device.synchronize(event)  # contract 5: the loader may fill this memory again at its next batch
+            seconds = self._counters.clock() - started
+            self.times.send_seconds += seconds  # which counts the waits too
+            self._note_wait(seconds, "wait for the copy out of the loader's memory")
+        self._unread = None
+        while self._held and self._device.query(self._held[0][0]):
+            self._held.popleft()
+
     def give_back_slots(self) -> None:
         """All slots of workers, as soon as the copies out of them have passed."""
         while self._lent:
@@ -303,7 +322,8 @@ class Transfer:
             return arrived, []
         slot = self._ring.acquire(layout.nbytes)
         if self._ring.waited_seconds:
-            self._note_slot_wait(self._ring)
+            self._note_wait(self._ring.waited_seconds, "wait for a slot")
+            self._ring.waited_seconds = 0.0
         if slot is None:
             counters.pageable_bytes += layout.nbytes
             return self._send_pageable(layout, leaves, stream)
@@ -318,12 +338,11 @@ class Transfer:
             self._launched(probe)
         return sent
 
-    def _note_slot_wait(self, ring: SlotRing) -> None:
-        seconds, ring.waited_seconds = ring.waited_seconds, 0.0
+    def _note_wait(self, seconds: float, what: str) -> None:
         self.times.slot_wait_seconds += seconds
         if self._counters.recorder is not None:
             now = self._counters.clock()
-            self._counters.recorder.add("packing", "wait for a slot", now - seconds, now, self.number)
+            self._counters.recorder.add("packing", what, now - seconds, now, self.number)
 
     def _launched(self, probe: Probe) -> None:
         recorder = self._counters.recorder
@@ -373,8 +392,7 @@ class Transfer:
         event = device.new_event()
         device.record(event, stream)
         if reusable_source:
-            device.synchronize(event)  # contract 5: the loader may fill this memory again at its next batch
-            return sent
+            self._unread = event
         self._held.append((event, [leaves[i] for i in which]))  # contract 6: the source outlives the copy out of it
         while len(self._held) > 1 and device.query(self._held[0][0]):
             self._held.popleft()

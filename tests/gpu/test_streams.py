@@ -5,12 +5,10 @@ V5 runs through the `stream_device` fixture in tests/cases/test_values.py; here 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +16,7 @@ import pytest
 import torch
 
 from prefetchpipe import GPUPrefetcher
-from tests.support import TIMEOUT, Readings, Source, Thread, constants, run_script, spin
+from tests.support import TIMEOUT, Readings, Source, Thread, constants, no_synchronisation, run_script, spin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -167,16 +165,6 @@ def test_c4_v5_record_stream_on_a_view(fetch: str) -> None:
     assert results.tolist() == [float(i + 1) for i in range(60)]
 
 
-@contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("nested", [False, True], ids=["tensor", "dict"])
 def test_c3_no_host_synchronisation_in_the_loop(fetch: str, nested: bool) -> None:
     source = Source(lambda index: {"a": constant(index), "b": [constant(index)]} if nested else constant(index), 30)

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
-from ray.exceptions import RayTaskError
 
 from prefetchpipe import GPUPrefetcher
 from tests.support import Thread, assert_same, collect, is_cuda, leaves_of, settle
+
+ray = pytest.importorskip("ray")
+RayTaskError = ray.exceptions.RayTaskError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -243,10 +243,26 @@ MUTANTS = (
     Mutant(
         "a pinned source that may be reused is not waited for",
         TRANSFER,
-        "device.synchronize(event)  # contract 5",
+        "self._device.synchronize(event)  # contract 5",
         "pass  # contract 5",
         5,
         _ordering("test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy"),
+    ),
+    Mutant(
+        "the loader is asked again while its pinned memory is copied from",
+        PRODUCER,
+        "self.transfer.wait_for_source()\n            started",
+        "started",
+        5,
+        _ordering("test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy"),
+    ),
+    Mutant(
+        "a pass is left while the loader's pinned memory is copied from",
+        PRODUCER,
+        "self.transfer.wait_for_source()\n            self.transfer.give_back_slots()",
+        "self.transfer.give_back_slots()",
+        5,
+        _ordering("test_c5_a_pinned_buffer_is_the_loops_own_again_when_the_pass_is_left"),
     ),
     Mutant(
         "every source counts as one that is not reused",

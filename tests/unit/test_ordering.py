@@ -229,6 +229,33 @@ def test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy(fetch: str) -> No
     assert read_all(device, GPUPrefetcher(rows(), device, fetch=fetch), 8) == ONE_TO_EIGHT
 
 
+def test_c5_a_pinned_buffer_is_the_loops_own_again_when_the_pass_is_left(fetch: str) -> None:
+    device = SimulatedDevice(bandwidth=SLOW)
+    buffer = device.pin_memory(torch.empty(1024))
+
+    def rows() -> Iterator[torch.Tensor]:
+        while True:
+            yield buffer.fill_(7)
+
+    prefetcher = GPUPrefetcher(rows(), device, fetch=fetch)
+    for batch in prefetcher:
+        break
+    buffer.fill_(-1)
+    device.synchronize()
+    assert batch.unique().tolist() == [7]
+
+
+def test_c16_a_pinned_buffer_is_waited_for_when_the_loader_is_asked_again_not_before() -> None:
+    device = SimulatedDevice(bandwidth=1e3)
+    buffer = device.pin_memory(torch.ones(1024))
+    iterator = iter(GPUPrefetcher((buffer for _ in range(2)), device, fetch="caller"))
+    batch, copied = next(iterator), device.new_event()
+    device.record(copied, device.copy_stream)
+    assert not device.query(copied)
+    device.synchronize()
+    assert batch.unique().tolist() == [1]
+
+
 def test_c5_many_leaves_are_packed_before_they_are_copied() -> None:
     """By several threads, while device memory is taken."""
     device = SimulatedDevice(bandwidth=1e9)
