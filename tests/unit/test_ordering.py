@@ -238,8 +238,7 @@ def test_c5_a_pinned_buffer_is_the_loops_own_again_when_the_pass_is_left(fetch: 
             yield buffer.fill_(7)
 
     prefetcher = GPUPrefetcher(rows(), device, fetch=fetch)
-    for batch in prefetcher:
-        break
+    batch = next(iter(prefetcher))
     buffer.fill_(-1)
     device.synchronize()
     assert batch.unique().tolist() == [7]
