@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ CPU_SIDES = ("NumPy", "torch CPU")
 GPU_SIDES = ("torch GPU", "torch GPU + copies")
 """Data on the GPU already; inputs copied there and the result back at every call."""
 _BEST_CPU = "the faster CPU side"
+_REST_SECONDS = 0.05
+"""OpenBLAS's threads spin for 2^26 cycles by default (THREAD_TIMEOUT in its Makefile.rule): some 25 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +81,28 @@ def measure_operation(
     taken: dict[str, list[tuple[float, ...]]] = {}
     for size in sizes:
         candidates = _sides(operation, size, dtype=dtype, device=device)
-        calls = {side: calls_for(call, seconds, wait) for side, (call, wait) in candidates.items()}
+        calls = {}
+        for side, (call, wait) in candidates.items():
+            _let_threads_rest(side, seconds)
+            calls[side] = calls_for(call, seconds, wait)
         times: dict[str, list[float]] = {side: [] for side in candidates}
         for repeat in range(repeats):
             order = list(candidates)
             shift = repeat % len(order)
             for side in order[shift:] + order[:shift]:
                 call, wait = candidates[side]
+                _let_threads_rest(side, seconds)
                 times[side].append(seconds_per_call(call, calls[side], wait))
         for side, values in times.items():
             taken.setdefault(side, []).append(tuple(values))
         done()
     return [Curve(name, side, tuple(sizes), tuple(values)) for side, values in taken.items()]
+
+
+def _let_threads_rest(side: str, seconds: float) -> None:
+    """Before a side that computes on the CPU: the threads of the other one's library spin for a while after a call."""
+    if side in CPU_SIDES:
+        time.sleep(min(_REST_SECONDS, 2 * seconds))  # windows that are meant to be short say little anyway
 
 
 def crossovers(curves: Sequence[Curve]) -> list[Crossover]:
