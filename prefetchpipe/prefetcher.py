@@ -20,6 +20,7 @@ from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.flagged import refuse_flagged
+from prefetchpipe.pipeline.plainway import NOT_PLAIN, PlainWay
 from prefetchpipe.pipeline.producer import Producer, exiting
 from prefetchpipe.pipeline.ranged import RangedProducer
 from prefetchpipe.pipeline.shared import Shared, can_rewind
@@ -64,6 +65,7 @@ class _Pass(Iterator[Any]):
         self._device = self._shared.device
         self._producer: Producer | None = producer
         self._static = static
+        self._plain = producer.plain
         self._is_closed = False
         self._number = 0
         self._entered = 0.0
@@ -77,6 +79,10 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         if self._is_closed:
             raise IteratorClosedError("this iterator was closed; iter(prefetcher) starts a new pass")
+        if self._plain is not None and self._plain.is_on:
+            batch = self._next_plainly(producer, self._plain)
+            if batch is not NOT_PLAIN:
+                return batch
         stream = self._device.current_stream()
         self._enter(stream)
         done = producer.mark_done(stream)  # contract 4: everything about the batch before this one is behind it
@@ -85,6 +91,18 @@ class _Pass(Iterator[Any]):
         if ticket.final:
             self._end(producer, ticket)
         return self._hand_out(producer, ticket, stream, done)
+
+    def _next_plainly(self, producer: Producer, plain: PlainWay) -> Any:
+        counters = self._shared.counters
+        if counters.recorder is not None:
+            return NOT_PLAIN  # a trace shows the usual way
+        entered = counters.clock()
+        batch = producer.take_plainly()
+        if batch is not NOT_PLAIN:
+            self._left = counters.took(self._number, entered, self._left)
+            self._number += 1
+            plain.after(self._left, 0)
+        return batch
 
     def _enter(self, stream: Stream) -> None:
         """The loop asks for a batch: for the statistics."""
@@ -109,6 +127,11 @@ class _Pass(Iterator[Any]):
         if counters.recorder is not None:
             counters.recorder.loop_begins(self._left, stream, self._number)
         self._number += 1
+        if self._plain is not None:
+            if self._plain.is_over or producer.is_threaded:
+                self._plain = None
+            else:
+                self._plain.after(self._left, ticket.nbytes)
         return batch
 
     def _note_state(self, producer: Producer, ticket: Ticket) -> None:

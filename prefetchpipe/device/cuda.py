@@ -85,6 +85,7 @@ class CudaDevice:
     """
 
     staged = True
+    copies_plainly = True
     host_memory = False
 
     def __init__(self, index: int, cupy: Any) -> None:
@@ -197,6 +198,10 @@ class CudaDevice:
         flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,))
         with torch.cuda.stream(stream.torch_stream):
             flat.copy_(src, non_blocking=True)
+
+    def plain_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the protocol; it blocks."""
+        return tensor.to(self.torch_device)
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch the copy."""

@@ -9,6 +9,7 @@ import warnings
 from _queue import SimpleQueue  # the C class itself
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
 from prefetchpipe.options import usable_cores
 from prefetchpipe.pipeline import gil, torchloader
 from prefetchpipe.pipeline.pace import Pace
+from prefetchpipe.pipeline.plainway import NOT_PLAIN, PlainWay, copied_plainly
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
 from prefetchpipe.pipeline.ticket import Ticket, end_ticket, failed_ticket
@@ -110,6 +112,7 @@ class Producer:
         self._threads = self._options.copy_threads or usable_cores()
         self.transfer.packers = Packers(self._threads // 2, f"prefetchpipe-packing-{self._number}")
         self._pace = self._chosen_pace()
+        self.plain = PlainWay.for_pass(shared, suits=type(self) is Producer and not torchloader.has_workers(source))
         if self._device.staged:
             # Contract 3: work that the caller has queued may be writing what the loader or the transform will read.
             event = self._device.new_event()
@@ -238,7 +241,8 @@ class Producer:
                     credit = self._credits.get()
                 if credit is _STOP:
                     return None
-                behind = self._pace is not None and self._pace.may_start and self._is_behind(credit)
+                behind = self._pace is not None and self._pace.may_start and not self._waits_for_choice
+                behind = behind and self._is_behind(credit)
                 if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
                     self._credits.put(credit)
                     return None
@@ -265,11 +269,89 @@ class Producer:
         self._pace.begin()
         ticket = self._modes.call(self._produce, stream)
         if not ticket.final:
-            if self._pace.end(self._fetch_seconds, self._send_seconds):
+            if self._pace.end(self._fetch_seconds, self._send_seconds) and not self._is_trying:
                 self._start(self._pace.reason)
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
                 self._shared.note_path("caller", self._pace.reason)
+        return ticket
+
+    @property
+    def is_threaded(self) -> bool:
+        """Whether a thread fetches."""
+        return self._threaded
+
+    @property
+    def _is_trying(self) -> bool:
+        return self.plain is not None and self.plain.is_trying
+
+    @property
+    def _waits_for_choice(self) -> bool:
+        """A device that is behind says nothing before: batches may be tiny, and a thread slower than either way."""
+        return self.plain is not None and not self.plain.is_over
+
+    def take_plainly(self) -> Any:
+        """A batch by the plain loop's way, on the consumer's current stream; ``NOT_PLAIN``: :meth:`take` has the next.
+
+        No credit is used: nothing is ahead. Whatever is not a plain batch becomes a ticket.
+        """
+        if not self._inside.acquire(blocking=False):  # another consumer's thread is inside, or the loader itself calls
+            return NOT_PLAIN
+        try:
+            if self._threaded or self._ended or self._stopping or self._predecessor or not self._ready.empty():
+                return NOT_PLAIN
+            self._insider = threading.get_ident()
+            with self._device.beside_captures():
+                batch, ticket = self._fetched_plainly()
+            if ticket is not None:
+                self._ended = ticket.final
+                if not self._credits.empty():
+                    self._credits.get()  # contract 8: `allow` will give one for it
+                self._ready.put(ticket)
+        finally:
+            self._insider = 0
+            self._inside.release()
+        if self.is_stopping:  # contract 9: left meanwhile, and whoever is inside gives back
+            if batch is not NOT_PLAIN:
+                ticket = Ticket()
+                ticket.batch, ticket.from_source = batch, True
+                self._ready.put(ticket)
+            self._release()
+            raise self._closed()
+        return batch
+
+    def _fetched_plainly(self) -> tuple[Any, Ticket | None]:
+        """A batch; else ``NOT_PLAIN`` and a ticket."""
+        counters = self._counters
+        started = counters.clock()
+        try:
+            self.transfer.wait_for_source()
+            given = self._next(self.source)
+            fetched = counters.clock()
+            batch, nbytes = copied_plainly(given, self._device)
+            if batch is NOT_PLAIN:
+                assert self.plain is not None
+                self.plain.give_up()
+                return NOT_PLAIN, self._modes.call(partial(self._sent_ticket, started, fetched), given)
+        except StopIteration:
+            return NOT_PLAIN, end_ticket()
+        except BaseException as error:  # noqa: BLE001 - as in _produce
+            return NOT_PLAIN, self._failed(error)
+        times = counters.sending(self._sent)
+        times.sent_batches += 1
+        times.fetch_seconds += fetched - started
+        times.send_seconds += counters.clock() - fetched
+        counters.copied_bytes += nbytes
+        counters.plain_bytes += nbytes
+        self._sent += 1
+        self._taken += 1
+        counters.sent(1, nbytes, nbytes)
+        return batch, None
+
+    def _sent_ticket(self, started: float, fetched: float, batch: Any) -> Ticket:
+        ticket = self._send(batch, self._device.current_stream())
+        self._note_sent(ticket, started, fetched)
+        ticket.from_source = True
         return ticket
 
     def _is_behind(self, done: Event) -> bool:
@@ -455,8 +537,12 @@ class Producer:
             ticket.drawn = drawn
             ticket.from_source = True
         except BaseException as error:  # noqa: BLE001 - SystemExit and GeneratorExit are the consumer's too
-            ticket = failed_ticket(torchloader.error_of(self.source, error))
-            ticket.from_source = True
+            ticket = self._failed(error)
+        return ticket
+
+    def _failed(self, error: BaseException) -> Ticket:
+        ticket = failed_ticket(torchloader.error_of(self.source, error))
+        ticket.from_source = True
         return ticket
 
     def _note_sent(self, ticket: Ticket, started: float, fetched: float) -> None:

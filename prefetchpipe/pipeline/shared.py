@@ -63,6 +63,10 @@ class Shared:
         self.twins = Twins(loader, device, options, self.memory, self.counters)
         self.timer = CopyTimer(device, self.counters)
         self.depth_warned = False
+        self.plain_pays: bool | None = None
+        """Whether the plain loop's way is quicker (:mod:`prefetchpipe.pipeline.plainway`); None: not tried."""
+        self.plain_reason = ""
+        self.usual_step_seconds = 0.0
         self.newest: weakref.ref[Producer] | None = None
         self.state: CapturedState | None = None
         self.has_state = callable(attribute(loader, "state_dict"))
@@ -201,6 +205,7 @@ class Shared:
             direct_bytes=counters.direct_bytes,
             pageable_bytes=counters.pageable_bytes,
             shared_bytes=counters.shared_bytes,
+            plain_bytes=counters.plain_bytes,
             largest_batch_bytes=counters.largest_batch_bytes,
             pinned_bytes=self.memory.held_bytes,
             pinned_allocations=self.memory.allocations,

@@ -132,6 +132,7 @@ class SimulatedDevice:
 
     torch_device = torch.device("cpu")
     staged = True
+    copies_plainly = False
     host_memory = True
 
     def __init__(
@@ -351,6 +352,16 @@ class SimulatedDevice:
 
         self.copies += 1
         self._enqueue(stream, nbytes / self._bandwidth, begin, run)
+
+    def plain_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The host waits until it has arrived."""
+        dense = tensor.clone()
+        arrived = self.empty(dense.shape, dense.stride(), dense.dtype)
+        stream = self.current_stream()
+        if dense.numel():
+            self.copy(arrived, dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), stream)
+        self.synchronize(_tail_of(stream))
+        return arrived
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
         """Launch a copy. ``dst`` reads as poison until it completes; ``src`` must not change from start to end."""

@@ -265,6 +265,22 @@ MUTANTS = (
         _ordering("test_c5_a_pinned_buffer_is_the_loops_own_again_when_the_pass_is_left"),
     ),
     Mutant(
+        "a plain batch is fetched while the loader's pinned memory is copied from",
+        PRODUCER,
+        "self.transfer.wait_for_source()\n            given",
+        "given",
+        5,
+        ("tests/unit/test_plain_way.py::test_c5_the_loader_may_use_its_memory_again",),
+    ),
+    Mutant(
+        "a batch that could not go the plain way brings a credit too many",
+        PRODUCER,
+        "self._credits.get()  # contract 8:",
+        "pass  # contract 8:",
+        8,
+        ("tests/unit/test_plain_way.py::test_c8_nothing_may_be_fetched_further_ahead_afterwards",),
+    ),
+    Mutant(
         "every source counts as one that is not reused",
         PRODUCER,
         "not torchloader.gives_up_memory(shared.loader)",
