@@ -140,8 +140,8 @@ class Stats:
     usable_cores: int = 0
     """Cores that this process may use."""
     path: str
-    """``thread``: a producer thread fetches. ``caller``: the consumer's thread does, inside ``next``. ``plain``: it does,
-    and copies tiny batches as the plain loop would."""
+    """``thread``: a producer thread fetches. ``caller``: the consumer's thread does, inside ``next``. ``plain``: that
+    too, and it copies tiny batches as the plain loop would."""
     path_reason: str
     """Why this path was taken, and what would change it."""
     limits: Limits | None = None
