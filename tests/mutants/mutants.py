@@ -798,8 +798,8 @@ MUTANTS = (
     Mutant(
         "a slot that cannot be registered is given back before it is copied out",
         WORKERS,
-        "        leaves: list[Any] = [None] * self.count\n",
-        "        leaves: list[Any] = [None] * self.count\n        self.slot.segment.tensor.fill_(0)\n",
+        "leaves = self.placed(self.copied_leaves(), self.others)",
+        "self.slot.segment.tensor.fill_(0)\n        leaves = self.placed(self.copied_leaves(), self.others)",
         6,
         _workers("test_c15_registration_refused_copies_out_of_the_slot_first"),
     ),
