@@ -707,7 +707,7 @@ MUTANTS = (
     Mutant(
         "memory of a worker's batch is forgotten before its use is recorded",
         TRANSFER,
-        "ticket.uses = uses + memory if device.staged else uses",
+        "ticket.uses = [*uses, *memory] if device.staged else uses",
         "ticket.uses = uses",
         4,
         _workers("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
