@@ -103,7 +103,7 @@ class Layout:
         spans: What is packed.
     """
 
-    __slots__ = ("_empty", "_runs", "blocks", "leaves", "nbytes", "slab", "spans")
+    __slots__ = ("_empty", "_groups", "blocks", "leaves", "nbytes", "slab", "spans")
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         spans, inside = _spans(leaves)
@@ -153,7 +153,14 @@ class Layout:
             leaf = self.leaves[i]
             if leaf.shape.numel() and not (runs and runs[-1].takes(i, leaf)):
                 runs.append(_Run(i, leaf))
-        self._runs = tuple(runs)
+        # Seen as elements once for all runs of a dtype in a block; an odd tail would be in the way of that.
+        groups: dict[tuple[int, torch.dtype], list[_Run]] = {}
+        for run in runs:
+            groups.setdefault((run.block, run.dtype), []).append(run)
+        self._groups = tuple(
+            (block, dtype, self.blocks[block].nbytes % dtype.itemsize, tuple(members))
+            for (block, dtype), members in groups.items()
+        )
         self._empty = tuple(i for i in order if self.leaves[i].shape.numel() == 0)
 
     def _place_of(self, i: int) -> tuple[int, int]:
@@ -179,16 +186,13 @@ class Layout:
             else:
                 tensor = alloc(block.nbytes)
             memory.append(tensor)
-        if self._runs:
-            typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        if self._groups:
             with torch._C._AutoDispatchBelowADInplaceOrView():  # noqa: SLF001 - as torch's own C++ does
-                for run in self._runs:
-                    key = run.block, run.dtype
-                    flat = typed.get(key)
-                    if flat is None:
-                        whole = memory[run.block]
-                        flat = typed[key] = whole[: len(whole) - len(whole) % run.dtype.itemsize].view(run.dtype)
-                    run.cut(flat, out)
+                for number, dtype, tail, runs in self._groups:
+                    whole = memory[number]
+                    flat = (whole[:-tail] if tail else whole).view(dtype)
+                    for run in runs:
+                        run.cut(flat, out)
         for i in self._empty:
             leaf = self.leaves[i]
             out[i] = empty(leaf.shape, leaf.stride, leaf.dtype)

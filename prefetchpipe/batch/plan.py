@@ -16,6 +16,8 @@ __all__ = ["Plan", "PlanCache"]
 
 Key = tuple[object, ...]
 
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+
 _PINNED_CHECK = 8
 """Every so many batches it is asked whether leaves are still pinned, or not. Either answer gives right batches: the
 driver copies pageable memory as well, only slower; and each question costs 2 us."""
@@ -88,25 +90,25 @@ class PlanCache:
         storages: list[int] = []
         host_memory = self._device.host_memory
         for leaf in leaves:
+            if type(leaf) is torch.Tensor and leaf.is_cpu:
+                dtype = leaf.dtype
+                try:
+                    parts += (dtype, leaf.shape, leaf.stride(), leaf.requires_grad, leaf.is_neg())
+                    storages.append(leaf.untyped_storage().data_ptr() or -1 - len(storages))
+                except RuntimeError:  # sparse and nested tensors have no strides or no storage
+                    parts.append(leaf.layout)
+                    storages.append(-1 - len(storages))
+                if dtype in _COMPLEX:
+                    parts.append(leaf.is_conj())
+                if host_memory:
+                    parts.append(self._device.is_resident(leaf))
+                continue
+            storages.append(-1 - len(storages))
             if isinstance(leaf, Rows):
                 parts += (Rows, leaf.dtype, leaf.shape)
-                storages.append(-1 - len(storages))
-                continue
-            if type(leaf) is not torch.Tensor or not leaf.is_cpu:
+            else:
                 is_here = isinstance(leaf, torch.Tensor) and self._device.is_resident(leaf)
                 parts.append((type(leaf), is_here))
-                storages.append(-1 - len(storages))
-                continue
-            try:
-                parts += (leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad, leaf.is_neg())
-                storages.append(leaf.untyped_storage().data_ptr() or -1 - len(storages))
-            except RuntimeError:  # sparse and nested tensors have no strides or no storage
-                parts.append(leaf.layout)
-                storages.append(-1 - len(storages))
-            if leaf.dtype.is_complex:
-                parts.append(leaf.is_conj())
-            if host_memory:
-                parts.append(self._device.is_resident(leaf))
         if len(set(storages)) != len(storages):
             first: dict[int, int] = {}
             for i, (leaf, storage) in enumerate(zip(leaves, storages, strict=True)):

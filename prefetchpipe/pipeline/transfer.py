@@ -225,17 +225,13 @@ class Transfer:
         if batch.unpacked is not None or (self._device.staged and not batch.slot.pin()):
             return self._send_leaves(batch.unpacked or batch.unpack(), ticket, stream, caller, reusable_source=True)
         device, layout, slot = self._device, batch.layout, batch.slot
-        out: list[Any] = [None] * batch.count
-        uses: list[torch.Tensor] = []
+        moved: list[Any] = []
+        uses: Sequence[torch.Tensor] = ()
         if batch.others:
             moved = self._send_leaves(batch.others, ticket, stream, caller, reusable_source=True)
-            uses += ticket.uses
-            for i, leaf in zip(batch.moved, moved, strict=True):
-                out[i] = leaf
+            uses = ticket.uses
         sent = batch.copied_leaves() if self._checked else []
         arrived, memory = layout.allocate(device.empty, device.alloc)
-        for i, leaf in zip(batch.packed, arrived, strict=True):
-            out[i] = leaf
         event = self._lent_events.pop() if self._lent_events else device.new_event()
         probe = self._timer.probe(self._counters.recorder) if device.staged else None
         if probe is not None:
@@ -259,8 +255,8 @@ class Transfer:
         self._last_bytes = layout.nbytes
         self._counters.copied_bytes += layout.nbytes
         self._counters.shared_bytes += layout.nbytes
-        ticket.uses = uses + memory if device.staged else uses
-        return out
+        ticket.uses = [*uses, *memory] if device.staged else uses
+        return batch.placed(arrived, moved)
 
     def return_slots(self) -> None:
         """Contract 6, before the loader is asked for a batch: its worker may be waiting for a slot that we hold."""

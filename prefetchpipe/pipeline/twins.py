@@ -21,6 +21,7 @@ from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.collate import WorkerCollate
+from prefetchpipe.pipeline.queues import direct_context
 from prefetchpipe.pipeline.workers import SlotTable, receive
 
 __all__ = ["Twins"]
@@ -176,6 +177,7 @@ def _twin_of(loader: DataLoader[Any], table: SlotTable, options: Options) -> Dat
         **{_TABLE: table},
         pin_memory=False,  # torch's thread for that would copy what is in pinned memory already
         _iterator=None,
+        _DataLoader__multiprocessing_context=direct_context(loader.multiprocessing_context),
     )
     return twin
 

@@ -258,13 +258,18 @@ class WorkerBatch:
 
     def unpack(self) -> list[Any]:
         """All leaves in memory of their own; the slot is given back."""
-        leaves: list[Any] = [None] * self.count
-        for i, leaf in zip(self.moved, self.others, strict=True):
-            leaves[i] = leaf
-        for i, leaf in zip(self.packed, self.copied_leaves(), strict=True):
-            leaves[i] = leaf
+        leaves = self.placed(self.copied_leaves(), self.others)
         self.unpacked = leaves
         self.take_slot().give_back()
+        return leaves
+
+    def placed(self, packed: list[Any], moved: list[Any]) -> list[Any]:
+        """All leaves in the order of the batch, of those that were packed and those that were not."""
+        if not moved:
+            return packed
+        leaves: list[Any] = [None] * self.count
+        for i, leaf in zip((*self.packed, *self.moved), (*packed, *moved), strict=True):
+            leaves[i] = leaf
         return leaves
 
     def copied_leaves(self) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ _INTEGRATIONS = "tests/integrations/test_ordering.py::"
 _STATS = "tests/unit/test_stats.py::"
 _TRACE = "tests/unit/test_trace.py::"
 _WORKERS = "tests/unit/test_worker_slots.py::"
+_QUEUES = "tests/unit/test_queues.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ PREFETCHER = "prefetcher.py"
 SHARED = "pipeline/shared.py"
 COLLATE = "pipeline/collate.py"
 WORKERS = "pipeline/workers.py"
+QUEUES = "pipeline/queues.py"
 STAND_IN = "integrations/_standin.py"
 
 TABLE = "tables/table.py"
@@ -737,7 +739,7 @@ MUTANTS = (
     Mutant(
         "memory of a worker's batch is forgotten before its use is recorded",
         TRANSFER,
-        "ticket.uses = uses + memory if device.staged else uses",
+        "ticket.uses = [*uses, *memory] if device.staged else uses",
         "ticket.uses = uses",
         4,
         _workers("test_c4_memory_is_kept_for_the_consumers_late_kernel"),
@@ -828,8 +830,8 @@ MUTANTS = (
     Mutant(
         "a slot that cannot be registered is given back before it is copied out",
         WORKERS,
-        "        leaves: list[Any] = [None] * self.count\n",
-        "        leaves: list[Any] = [None] * self.count\n        self.slot.segment.tensor.fill_(0)\n",
+        "leaves = self.placed(self.copied_leaves(), self.others)",
+        "self.slot.segment.tensor.fill_(0)\n        leaves = self.placed(self.copied_leaves(), self.others)",
         6,
         _workers("test_c15_registration_refused_copies_out_of_the_slot_first"),
     ),
@@ -872,5 +874,30 @@ MUTANTS = (
         "                pass",
         14,
         _workers("test_plans_are_forgotten_on_both_sides_together"),
+    ),
+    # Queues between the DataLoader and its workers
+    Mutant(
+        "a message overtakes a large one before it",
+        QUEUES,
+        "self._thread is None and self._put_now(obj)",
+        "self._put_now(obj)",
+        1,
+        (f"{_QUEUES}test_c1_what_follows_a_large_message_stays_behind_it",),
+    ),
+    Mutant(
+        "a full pipe is written to",
+        QUEUES,
+        "if poller.poll(0) != [(number, select.POLLOUT)]:",
+        "if False:",
+        9,
+        (f"{_QUEUES}test_a_pipe_that_is_full_blocks_nobody",),
+    ),
+    Mutant(
+        "what arrived together with another message is lost",
+        QUEUES,
+        "del arrived[:end]",
+        "arrived.clear()",
+        1,
+        (f"{_QUEUES}test_several_messages_that_arrive_at_once",),
     ),
 )
