@@ -239,7 +239,7 @@ class CudaDevice:
         """By the driver's call, which takes the stream as an argument: CuPy's own current stream is not touched."""
         count = len(args)
         # Of this call alone: the driver's call gives up the GIL, and another thread may launch the same kernel then.
-        values = (ctypes.c_longlong * count)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
+        values = (ctypes.c_longlong * count)(*[a if type(a) is int else a.data_ptr() for a in args])
         start = ctypes.addressof(values)
         params = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
         launch = self._cupy.cuda.driver.launchKernel

@@ -30,8 +30,9 @@ class HostTable:
     """``num_rows`` x ``dim`` values in host memory, with rows gathered to the device and scattered back by index.
 
     Work goes to the stream that is current in the calling thread. Order is kept by events of this table: a gather
-    after a scatter sees it, whatever streams the two ran on, and a host read waits for what is outstanding here, never
-    for the device. Methods may be called from any thread.
+    after a scatter sees it, whatever streams the two ran on, and a host read waits for what is outstanding here (and
+    on tables that an optimizer steps together with this one), never for the device. Methods may be called from any
+    thread.
 
     **Index**: integers of any shape (tensor in host memory or on the device, NumPy array, sequence, int). Ids count
     from 0; negative ids are errors, they do not count from the end. Ids in host memory are checked before any byte

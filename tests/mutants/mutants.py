@@ -623,8 +623,8 @@ MUTANTS = (
     Mutant(
         "rows ahead are gathered before their ids are there",
         TOGETHER,
-        "device.wait(device.copy_stream, first._handover)\n            outs",
-        "outs",
+        "device.wait(device.copy_stream, first._handover)\n            rows",
+        "rows",
         3,
         _tables("test_c3_rows_ahead_are_gathered_after_their_ids_are_made"),
     ),

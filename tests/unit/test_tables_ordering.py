@@ -105,6 +105,7 @@ def test_c3_a_scatter_follows_the_scatter_before_it_on_another_stream(make: Any)
     table.scatter([3], made_late(device, 11.0), unique=True)
     with device.use_stream(device.new_stream()):
         table.scatter([3], made_late(device, 12.0, seconds=0.0), unique=True)
+    device.synchronize()
     assert table[3].tolist() == [12] * DIM
     table.scatter([3], made_late(device, 20.0))
     with device.use_stream(device.new_stream()):
