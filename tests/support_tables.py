@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from prefetchpipe.tables.index import PAD
+from prefetchpipe.tables.source import NO_KEY
 from prefetchpipe.testing import SimulatedDevice
 
 SLOW = 1e6
@@ -27,8 +28,14 @@ class ZeroCopyDevice(SimulatedDevice):
 
     def _run(self, name: str, stream: Any, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        numbers = [None if isinstance(a, torch.Tensor) else a for a in args]  # a kernel keeps no tensor alive
+
+        def kernel(*views: torch.Tensor) -> None:
+            rest = iter(views)
+            TWINS[name](*(next(rest) if number is None else number for number in numbers))
+
         with self.use_stream(stream):
-            self.launch(TWINS[name], *tensors, seconds=self.kernel_seconds)
+            self.launch(kernel, *tensors, seconds=self.kernel_seconds)
 
 
 def _report(fault: torch.Tensor, value: int, position: int) -> None:
@@ -36,40 +43,100 @@ def _report(fault: torch.Tensor, value: int, position: int) -> None:
         fault[:] = torch.tensor([2, value, position])
 
 
-def _gather(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, fault: torch.Tensor) -> None:
-    out = out.view(-1, table.shape[1])
+def _pairs(count: int, given: tuple[Any, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tables and their rows, [ids, dim]."""
+    return [(given[4 * k], given[4 * k + 1].view(-1, given[4 * k].shape[1])) for k in range(count)]
+
+
+def _positions(ids: torch.Tensor, order: Any) -> list[int]:
+    return list(range(len(ids))) if isinstance(order, int) else order.tolist()
+
+
+# Arguments as the kernels have them.
+# ruff: noqa: PLR0917
+
+
+def _gather(ids: Any, order: Any, count: int, limit: int, fault: torch.Tensor, tables: int, *given: Any) -> None:
+    for table, out in _pairs(tables, given):
+        for position in _positions(ids, order):
+            row = int(ids[position])
+            out[position] = 0
+            if 0 <= row < limit:
+                out[position] = table[row]
+            elif row != PAD:
+                _report(fault, row, position)
+
+
+def _scatter(ids: Any, order: Any, count: int, limit: int, fault: torch.Tensor, tables: int, *given: Any) -> None:
+    positions = _positions(ids, order)
+    for table, values in _pairs(tables, given):
+        for at, position in enumerate(positions):
+            row = int(ids[position])
+            if row == PAD:
+                continue
+            if not 0 <= row < limit:
+                _report(fault, row, position)
+            elif isinstance(order, int) or at + 1 == count or int(ids[positions[at + 1]]) != row:
+                table[row] = values[position]
+
+
+def _patch(ids: Any, count: int, other_ids: Any, other_count: int, tables: int, *given: Any) -> None:
+    at = {row: place for place, row in enumerate(other_ids.tolist()) if row != PAD}
+    for rows, others in _pairs(tables, given):
+        for place, row in enumerate(ids.tolist()):
+            if row in at:
+                rows[place] = others[at[row]]
+
+
+def _add(table: Any, ids: Any, order: Any, values: Any, count: int, width: int, limit: int, fault: Any) -> None:
+    values = values.view(-1, width)
+    for position in order.tolist():
+        row = int(ids[position])
+        if 0 <= row < limit:
+            table[row] += values[position]
+        elif row != PAD:
+            _report(fault, row, position)
+
+
+def _narrow(ids: Any, keys: Any, count: int, limit: int, fault: Any) -> None:
     for position, row in enumerate(ids.tolist()):
-        out[position] = 0
-        if 0 <= row < len(table):
-            out[position] = table[row]
-        elif row != PAD:
+        keys[position] = row if 0 <= row < limit else NO_KEY
+        if not isinstance(fault, int) and not 0 <= row < limit and row != PAD:
             _report(fault, row, position)
 
 
-def _scatter(table: torch.Tensor, ids: torch.Tensor, *rest: torch.Tensor) -> None:
-    order, values, fault = rest if len(rest) == 3 else (None, *rest)
-    values = values.view(-1, table.shape[1])
-    for at, row in enumerate(ids.tolist()):
-        position = at if order is None else int(order[at])
-        if row == PAD:
-            continue
-        if not 0 <= row < len(table):
-            _report(fault, row, position)
-        elif order is None or at + 1 == len(ids) or int(ids[at + 1]) != row:
-            table[row] = values[position]
+def _begins(keys: Any, begins: Any, count: int) -> None:
+    begins[:] = torch.tensor([at == 0 or bool(keys[at] != keys[at - 1]) for at in range(count)])
 
 
-def _add(table: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, *rest: torch.Tensor) -> None:
-    values, fault = rest
-    values = values.view(-1, table.shape[1])
-    for at, row in enumerate(ids.tolist()):
-        if 0 <= row < len(table):
-            table[row] += values[int(order[at])]
-        elif row != PAD:
-            _report(fault, row, int(order[at]))
+def _place(keys: Any, order: Any, places: Any, count: int, ids: Any, inverse: Any, starts: Any) -> None:
+    ids.fill_(PAD)
+    starts.fill_(count)
+    for at in reversed(range(count)):
+        place = int(places[at]) - 1
+        inverse[order[at]] = place
+        starts[place] = at
+        if int(keys[at]) != NO_KEY:
+            ids[place] = int(keys[at])
 
 
-TWINS = {"gather": _gather, "scatter": _scatter, "add": _add}
+def _parts(values: Any, order: Any, places: Any, starts: Any, count: int, width: int, parts: Any, out: Any) -> None:
+    out.zero_()
+    for at in range(count):
+        out[int(places[at]) - 1] += values[int(order[at])]
+
+
+TWINS: dict[str, Any] = {
+    "gather": _gather,
+    "scatter": _scatter,
+    "patch": _patch,
+    "add": _add,
+    "narrow": _narrow,
+    "begins": _begins,
+    "place": _place,
+    "parts": _parts,
+    "totals": lambda *args: None,
+}
 
 
 def on_device(device: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,8 @@ class CudaDevice:
         self.index = index
         self.torch_device = torch.device("cuda", index)
         self._cupy = cupy
-        self._runtime = None if cupy is None else cupy.cuda.runtime
+        self._runtime: Any = None if cupy is None else cupy.cuda.runtime
+        self._context = 0  # the device's primary context, once kernels have been compiled
         torch.cuda.init()
         self._own_streams: list[Any] = []
         self._d2h_stream: _Stream | None = None
@@ -225,6 +226,8 @@ class CudaDevice:
             return None
         try:
             with torch.cuda.device(self.torch_device):
+                self._runtime.setDevice(self.index)
+                self._context = self._cupy.cuda.driver.ctxGetCurrent()
                 module = self._cupy.RawModule(code=source)
                 functions = {name: module.get_function(name).kernel for name in names}
         except Exception as error:  # noqa: BLE001 - NVRTC missing, or another error type of CuPy's
@@ -239,13 +242,22 @@ class CudaDevice:
 
     def _launch(self, function: Any, stream: Stream, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
         """By the driver's call, which takes the stream as an argument: CuPy's own current stream is not touched."""
-        values = [ctypes.c_longlong(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in args]
-        params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        count = len(args)
+        # Of this call alone: the driver's call gives up the GIL, and another thread may launch the same kernel then.
+        values = (ctypes.c_longlong * count)(*[a if type(a) is int else a.data_ptr() for a in args])
+        start = ctypes.addressof(values)
+        params = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        launch = self._cupy.cuda.driver.launchKernel
+        if self._is_current():
+            launch(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, ctypes.addressof(params), 0)
+            return
         with torch.cuda.device(self.torch_device):
-            self._cupy.cuda.runtime.setDevice(self.index)  # the driver needs a context in this thread
-            self._cupy.cuda.driver.launchKernel(
-                function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, ctypes.addressof(params), 0
-            )
+            self._runtime.setDevice(self.index)  # the driver needs a context in this thread
+            launch(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, ctypes.addressof(params), 0)
+
+    def _is_current(self) -> bool:
+        """Whether the driver would launch in this device's context; anybody may change that at any time."""
+        return bool(self._context) and self._cupy.cuda.driver.ctxGetCurrent() == self._context
 
     # Events
 

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from prefetchpipe.device.base import Device
+from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.tables.index import Index
+from prefetchpipe.tables.kernels import RowKernels
 
 if TYPE_CHECKING:
     from prefetchpipe.tables.table import HostTable
 
-__all__ = ["RowsAhead"]
+__all__ = ["RowsAhead", "take_all"]
 
 
 class RowsAhead:
     """Rows gathered on the copy stream, and what was written back to the table since.
 
-    Made by :meth:`HostTable.gather_ahead`. :meth:`take` gives exactly what a gather at that moment would give.
+    Made by :func:`gather_ahead`. :meth:`take` gives exactly what a gather at that moment would give.
     """
 
-    __slots__ = ("__weakref__", "_device", "_index", "_patches", "_ready", "_rows", "_table")
+    __slots__ = ("__weakref__", "_device", "_index", "_maker", "_patches", "_ready", "_rows", "_table")
 
-    def __init__(self, table: HostTable, device: Device, index: Index, rows: torch.Tensor) -> None:
+    def __init__(self, table: HostTable, device: Device, index: Index, rows: torch.Tensor, ready: Event) -> None:
         self._table = table
         self._device = device
         self._index = index
         self._rows: torch.Tensor | None = rows
         self._patches: list[tuple[Index, torch.Tensor]] = []
-        self._ready = device.new_event()
-        device.record(self._ready, device.copy_stream)
+        self._maker: Stream = None
+        self._ready = ready
 
-    def patch(self, index: Index, rows: torch.Tensor) -> None:
-        """Some rows of the table have new values, ``rows``, which are on the device already."""
-        if self._rows is not None:
+    def patch(self, index: Index, rows: torch.Tensor, stream: Stream) -> None:
+        """Some rows of the table have new values, ``rows``, which ``stream`` makes on the device."""
+        if self._patches and stream != self._maker:
+            self.drop()
+        elif self._rows is not None:
             self._patches.append((index, rows))
+            self._maker = stream
 
     def drop(self) -> None:
         """The table was written to in another way: gather again when asked."""
@@ -44,30 +49,52 @@ class RowsAhead:
 
     def take(self) -> torch.Tensor:
         """The rows, [ids, dim], ordered on the current stream. Once."""
+        return take_all([self])[0]
+
+    def _take(self) -> tuple[torch.Tensor, list[tuple[Index, torch.Tensor]]]:
+        """The rows as they are now, and what they miss."""
         rows, self._rows = self._rows, None
         patches, self._patches = self._patches, []
         device = self._device
         stream = device.current_stream()
         # Contract 3: they were gathered on the copy stream, behind their ids, which may be of another stream than this.
         device.wait(stream, self._ready)
-        if rows is None:
-            return self._table.gather_rows(self._index)
+        if rows is None or (patches and self._maker != stream):  # contract 3: new values of another stream
+            return self._table.gather_rows(self._index), []
         device.record_use(rows, stream)  # contract 4: they were allocated there too
-        if patches:
-            device.before_kernels()
-        for index, new in patches:
-            _replace(rows, self._index, new, index)
-        return rows
+        return rows, patches
 
 
-def _replace(rows: torch.Tensor, index: Index, new: torch.Tensor, new_index: Index) -> None:
-    """``rows`` with the values of ``new`` where the ids are the same; both ascending, so no host needs to look."""
+def take_all(aheads: Sequence[RowsAhead]) -> list[torch.Tensor]:
+    """:meth:`RowsAhead.take` of several tables; what they miss in common is brought in together."""
+    taken = [(ahead._index, ahead._device, *ahead._take()) for ahead in aheads]  # noqa: SLF001 - of this file
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, (index, _, _, patches) in enumerate(taken):
+        groups.setdefault((id(index), *(id(new_index) for new_index, _ in patches)), []).append(number)
+    for numbers in groups.values():
+        index, device, _, patches = taken[numbers[0]]
+        rows = [taken[number][2] for number in numbers]
+        for turn, (new_index, _) in enumerate(patches):
+            _replace(rows, index, [taken[number][3][turn][1] for number in numbers], new_index, device)
+    return [rows for _, _, rows, _ in taken]
+
+
+def _replace(
+    rows: Sequence[torch.Tensor], index: Index, news: Sequence[torch.Tensor], new_index: Index, device: Device
+) -> None:
+    """Each of ``rows`` with the values of its new ones where the ids are the same; both ascend, so no host looks."""
     if not len(index) or not len(new_index):
         return
+    kernels = RowKernels.of(device) if index.resident and new_index.resident else None
+    if kernels is not None:
+        kernels.patch(rows, index.ids, news, new_index.ids, stream=device.current_stream())
+        return
+    device.before_kernels()
     at = torch.searchsorted(new_index.ids, index.ids).clamp_(max=len(new_index) - 1)
     same = new_index.ids[at] == index.ids
-    if same.device == rows.device:
-        torch.where(same[:, None], new.index_select(0, at), rows, out=rows)
-        return
-    here = same.nonzero().view(-1)
-    rows.index_copy_(0, here.to(rows.device), new.index_select(0, at[here].to(rows.device)))
+    for old, new in zip(rows, news, strict=True):
+        if same.device == old.device:
+            torch.where(same[:, None], new.index_select(0, at), old, out=old)
+            continue
+        here = same.nonzero().view(-1)
+        old.index_copy_(0, here.to(old.device), new.index_select(0, at[here].to(old.device)))

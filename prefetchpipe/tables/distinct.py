@@ -6,9 +6,24 @@ from dataclasses import dataclass
 
 import torch
 
-from prefetchpipe.tables.index import PAD, Index
+from prefetchpipe.tables.index import Index
 
-__all__ = ["Distinct", "distinct_ids"]
+__all__ = ["Distinct", "Places", "distinct_on_host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The sorted positions of a batch, on the device.
+
+    Attributes:
+        order: The positions, in the order of their ids; those of one id in the order of the batch. int64.
+        places: For each of them the place of its id among the distinct ones, counted from 1. int32.
+        starts: For each distinct id where its positions start; behind the last one the number of ids. int64.
+    """
+
+    order: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +33,23 @@ class Distinct:
     Attributes:
         index: The distinct ids, ascending. On the device as many as the batch has, with PAD behind the last.
         inverse: For each position of the batch, its place among them.
+        places: The other way round, where kernels use it.
     """
 
     index: Index
     inverse: torch.Tensor
+    places: Places | None = None
+
+    def device_tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is on the device."""
+        if not self.index.resident:
+            return ()
+        places = self.places
+        more = () if places is None else (places.order, places.places, places.starts)
+        return (self.index.ids, self.inverse, *more)
 
 
-def distinct_ids(index: Index) -> Distinct:
-    """Find them where the ids are.
-
-    In host memory by ``torch.unique``. On the device that would make the host wait for their number, so room for the
-    most there can be is kept, and the rest is PAD.
-    """
-    ids = index.ids
-    if not index.resident:
-        found, inverse = torch.unique(ids, sorted=True, return_inverse=True)
-        return Distinct(Index(found, tuple(found.shape), resident=False, is_distinct=True), inverse)
-    count = ids.numel()
-    ordered, order = torch.sort(ids)
-    first = torch.ones(count, dtype=torch.bool, device=ids.device)
-    torch.ne(ordered[1:], ordered[:-1], out=first[1:])
-    place = torch.cumsum(first, 0) - 1
-    inverse = torch.empty_like(ids)
-    inverse[order] = place
-    found = torch.full_like(ids, PAD)
-    found[place] = ordered  # equal ids write the same value to the same place
-    return Distinct(Index(found, (count,), resident=True, is_distinct=True), inverse)
+def distinct_on_host(index: Index) -> Distinct:
+    """For ids in host memory; on the device kernels find them, without a wait of the host for their number."""
+    found, inverse = torch.unique(index.ids, sorted=True, return_inverse=True)
+    return Distinct(Index(found, tuple(found.shape), resident=False, is_distinct=True), inverse)

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from prefetchpipe.device.base import Device
+from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.tables.ahead import RowsAhead
-from prefetchpipe.tables.distinct import Distinct, distinct_ids
+from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.index import read_index
 from prefetchpipe.tables.initial import Init
+from prefetchpipe.tables.lookup import look_up
 from prefetchpipe.tables.table import HostTable
+from prefetchpipe.tables.together import gather_ahead
 
 if TYPE_CHECKING:
     from prefetchpipe.tables.lookahead import Lookahead
@@ -52,6 +53,7 @@ class Prepared:
     distinct: Distinct
     rows: RowsAhead
     states: dict[HostTable, RowsAhead]
+    stream: Stream
 
 
 class HostEmbedding(nn.Module):
@@ -138,27 +140,21 @@ class HostEmbedding(nn.Module):
             else:
                 distinct = prepared.distinct
                 rows = prepared.rows.take()
-                if distinct.index.resident:
-                    # Contract 4: made on the stream that was current then.
-                    device.record_use(distinct.inverse, device.current_stream())
-                    device.record_use(distinct.index.ids, device.current_stream())
+                stream = device.current_stream()
+                for tensor in distinct.device_tensors():
+                    if stream != prepared.stream:
+                        device.record_use(tensor, stream)  # contract 4: made on the stream that was current then
         device.before_kernels()
-        inverse = distinct.inverse.view(_shape_of(ids))
-        if inverse.device != rows.device:
-            inverse = inverse.to(rows.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
             states = {} if prepared is None else prepared.states
             rows.register_post_accumulate_grad_hook(_remember(weakref.ref(self), distinct, table.version, states))
-        return F.embedding(inverse, rows)
+        return look_up(rows, distinct, _shape_of(ids), device)
 
     def _distinct(self, ids: Any) -> Distinct:
         table = self.table
         table.poll()
-        index = table.place(read_index(ids, table.shape[0], table.where))
-        if index.resident:
-            table.where.before_kernels()
-        return distinct_ids(index)
+        return table.distinct(read_index(ids, table.shape[0], table.where))
 
     # Rows ahead
 
@@ -188,12 +184,12 @@ class HostEmbedding(nn.Module):
             distinct = self._distinct(ids)
             optimizer = None if self._optimizer is None else self._optimizer()
             tables = () if optimizer is None else optimizer.tables_ahead()
-            states = {state: state.gather_ahead(distinct.index) for state in tables}
-            rows = table.gather_ahead(distinct.index)
-            prepared = Prepared(ids, _change_of(ids), distinct, rows, states)
-            self._prepared.setdefault(id(ids), []).append(
-                prepared
+            rows, *states = gather_ahead((table, *tables), distinct.index)
+            stream = table.where.current_stream()
+            prepared = Prepared(
+                ids, _change_of(ids), distinct, rows, dict(zip(tables, states, strict=True)), stream
             )  # it keeps ids alive, so that its number is not reused
+            self._prepared.setdefault(id(ids), []).append(prepared)
             return prepared
 
     def forget(self, prepared: Prepared) -> bool:

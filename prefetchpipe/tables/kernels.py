@@ -1,112 +1,33 @@
 """Kernels that read and write rows in page-locked host memory: no copy in between, and no CPU core busy.
 
 Rows move as bytes, in the widest pieces that width and addresses allow. A cap on the blocks leaves most multiprocessors
-to the step that runs at the same time; bytes over the link need few of them.
+to the step that runs at the same time; bytes over the link need few of them. Kernels that stay in the device's memory
+have as many blocks as any operator of torch.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 from prefetchpipe.device.base import Device, Kernel, Stream
-from prefetchpipe.tables.index import PAD
+from prefetchpipe.tables.distinct import Distinct, Places
+from prefetchpipe.tables.index import Index
+from prefetchpipe.tables.source import MOST_TABLES, NAMES, NO_KEY, PART, SOURCE, WIDTHS
 
 __all__ = ["RowKernels"]
 
 _THREADS = 512
 _UNROLL = 4
 _BLOCKS = 32
-_WIDTHS = {16: "uint4", 8: "u64", 4: "u32", 2: "u16", 1: "u8"}
+_BLOCKS_ON_DEVICE = 1024
 _SUMMED = {torch.float32: "float", torch.float64: "double", torch.int32: "int", torch.int64: "i64"}
+_TOTALLED = {torch.float32: "float", torch.float64: "double"}
+_NONE = (0, 0, 0, 0)
 
-# `fault` is page-locked: [state, id, position]. Of several bad ids the first thread to get there reports its own.
-_COMMON = f"""
-typedef long long i64;
-typedef unsigned long long u64;
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-#define PAD {PAD}LL
-#define UNROLL {_UNROLL}
-
-__device__ void report(i64* fault, i64 id, i64 position) {{
-    if (atomicCAS((u64*)fault, 0ULL, 1ULL) == 0ULL) {{
-        volatile i64* said = fault;
-        said[1] = id;
-        said[2] = position;
-        __threadfence_system();
-        said[0] = 2;
-    }}
-}}
-"""
-
-_MOVE = """
-extern "C" __global__ void gather_%(bytes)d(
-    const %(type)s* table, const i64* index, %(type)s* out, i64 count, i64 width, i64 rows, i64* fault) {
-    i64 total = count * width, step = (i64)gridDim.x * blockDim.x;
-    for (i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x; first < total; first += step * UNROLL) {
-        %(type)s piece[UNROLL];
-        #pragma unroll
-        for (int k = 0; k < UNROLL; ++k) {
-            i64 i = first + k * step;
-            piece[k] = %(type)s();
-            if (i >= total) continue;
-            i64 position = i / width, id = index[position];
-            if (id == PAD) continue;
-            if (id < 0 || id >= rows) { report(fault, id, position); continue; }
-            piece[k] = table[id * width + i %% width];
-        }
-        #pragma unroll
-        for (int k = 0; k < UNROLL; ++k) {
-            i64 i = first + k * step;
-            if (i < total) out[i] = piece[k];
-        }
-    }
-}
-
-// ids are sorted if `order` is given, and then the last of equal ids is the one that is written.
-extern "C" __global__ void scatter_%(bytes)d(
-    %(type)s* table, const i64* ids, const i64* order, const %(type)s* values,
-    i64 count, i64 width, i64 rows, i64* fault) {
-    i64 total = count * width, step = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += step) {
-        i64 at = i / width, id = ids[at], position = order ? order[at] : at;
-        if (id == PAD) continue;
-        if (id < 0 || id >= rows) { report(fault, id, position); continue; }
-        if (order && at + 1 < count && ids[at + 1] == id) continue;
-        table[id * width + i %% width] = values[position * width + i %% width];
-    }
-}
-"""
-
-# One thread adds up all occurrences of an id, in their order: the same sum on every run.
-_ADD = """
-extern "C" __global__ void add_%(name)s(
-    %(type)s* table, const i64* ids, const i64* order, const %(type)s* values,
-    i64 count, i64 width, i64 rows, i64* fault) {
-    i64 total = count * width, step = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += step) {
-        i64 at = i / width, id = ids[at], column = i %% width;
-        if (id == PAD || (at > 0 && ids[at - 1] == id)) continue;
-        if (id < 0 || id >= rows) { report(fault, id, order[at]); continue; }
-        %(type)s sum = table[id * width + column];
-        for (i64 next = at; next < count && ids[next] == id; ++next) sum += values[order[next] * width + column];
-        table[id * width + column] = sum;
-    }
-}
-"""
-
-SOURCE = (
-    _COMMON
-    + "".join(_MOVE % {"bytes": size, "type": name} for size, name in _WIDTHS.items())
-    + "".join(_ADD % {"name": name, "type": name} for name in _SUMMED.values())
-)
-NAMES = (
-    *(f"{what}_{size}" for size in _WIDTHS for what in ("gather", "scatter")),
-    *(f"add_{name}" for name in _SUMMED.values()),
-)
+Tensors = Sequence[torch.Tensor]
 
 
 class RowKernels:
@@ -114,7 +35,7 @@ class RowKernels:
 
     Args:
         kernels: By name.
-        blocks: Most blocks of a launch, one for each multiprocessor that it may take.
+        blocks: Most blocks of a launch over the link, one for each multiprocessor that it may take.
     """
 
     def __init__(self, kernels: dict[str, Kernel], blocks: int = _BLOCKS) -> None:
@@ -129,30 +50,46 @@ class RowKernels:
             _compiled[device] = None if kernels is None else cls(dict(kernels))
         return _compiled[device]
 
-    def gather(
-        self, table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, *, fault: torch.Tensor, stream: Stream
-    ) -> None:
-        """``out[i] = table[ids[i]]``; zeros for PAD and for an id out of range."""
-        size = _piece(table, out)
-        width = table.shape[1] * table.dtype.itemsize // size
-        args = (table, ids, out, ids.numel(), width, table.shape[0], fault)
-        self._launch(f"gather_{size}", ids.numel() * width, args, stream, _UNROLL)
+    # Rows between the host and the device
 
-    def scatter(
+    def gather(
         self,
-        table: torch.Tensor,
+        tables: Tensors,
         ids: torch.Tensor,
         order: torch.Tensor | None,
-        values: torch.Tensor,
+        outs: Tensors,
         *,
         fault: torch.Tensor,
         stream: Stream,
     ) -> None:
-        """``table[ids[i]] = values[order[i]]``, the last of equal ids; without ``order`` they are distinct."""
-        size = _piece(table, values)
-        width = table.shape[1] * table.dtype.itemsize // size
-        args = (table, ids, 0 if order is None else order, values, ids.numel(), width, table.shape[0], fault)
-        self._launch(f"scatter_{size}", ids.numel() * width, args, stream)
+        """``out[i] = table[ids[i]]`` of each table; zeros for PAD and for an id out of range.
+
+        Args:
+            tables: Of the same length.
+            ids: Rows.
+            order: In which they are worked through; None: as they are.
+            outs: One for each table.
+            fault: Where a bad id is told.
+            stream: Where it runs.
+        """
+        count = ids.numel()
+        given = (ids, 0 if order is None else order, count, tables[0].shape[0], fault)
+        self._move("gather", given, tables, outs, count, stream, blocks=self._blocks, unroll=_UNROLL)
+
+    def scatter(
+        self,
+        tables: Tensors,
+        ids: torch.Tensor,
+        order: torch.Tensor | None,
+        values: Tensors,
+        *,
+        fault: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        """``table[ids[i]] = values[i]``: with ``order``, which sorts the ids, the last of equal ones; else distinct."""
+        count = ids.numel()
+        given = (ids, 0 if order is None else order, count, tables[0].shape[0], fault)
+        self._move("scatter", given, tables, values, count, stream, blocks=self._blocks)
 
     def add(
         self,
@@ -164,25 +101,119 @@ class RowKernels:
         fault: torch.Tensor,
         stream: Stream,
     ) -> None:
-        """``table[ids[i]] += values[order[i]]``, ids sorted."""
-        name = f"add_{_SUMMED[table.dtype]}"
-        args = (table, ids, order, values, ids.numel(), table.shape[1], table.shape[0], fault)
-        self._launch(name, ids.numel() * table.shape[1], args, stream)
+        """``table[ids[i]] += values[i]``, for ``order`` that sorts the ids and keeps equal ones as they are."""
+        count, width = ids.numel(), table.shape[1]
+        args = (table, ids, order, values, count, width, table.shape[0], fault)
+        self._launch(f"add_{_SUMMED[table.dtype]}", count * width, args, stream, blocks=self._blocks)
 
     @staticmethod
     def can_add(dtype: torch.dtype) -> bool:
         """Whether there is an adding kernel for ``dtype``."""
         return dtype in _SUMMED
 
-    def _launch(self, name: str, pieces: int, args: tuple[object, ...], stream: Stream, unroll: int = 1) -> None:
-        blocks = max(1, min(self._blocks, -(-pieces // (_THREADS * unroll))))
-        self._kernels[name](stream, blocks, _THREADS, args)
+    # On the device
+
+    def patch(
+        self, rows: Tensors, ids: torch.Tensor, others: Tensors, other_ids: torch.Tensor, *, stream: Stream
+    ) -> None:
+        """``rows[i] = others[j]`` where ``ids[i] == other_ids[j]``, which both ascend."""
+        count = ids.numel()
+        given = (ids, count, other_ids, other_ids.numel())
+        self._move("patch", given, rows, others, count, stream, blocks=_BLOCKS_ON_DEVICE)
+
+    def keys(
+        self, ids: torch.Tensor, rows: int, *, fault: torch.Tensor | None, device: Device, stream: Stream
+    ) -> torch.Tensor:
+        """What sorts ``ids`` of a table of so many rows: half as wide where that is enough, which halves the sort.
+
+        Args:
+            ids: Rows.
+            rows: Of the table.
+            fault: Where a bad id is told; None: it is found later.
+            device: Of the kernels.
+            stream: Where it runs.
+        """
+        if rows > NO_KEY:
+            return ids
+        count = ids.numel()
+        keys = device.empty(torch.Size((count,)), (1,), torch.int32)
+        self._launch_here("narrow", count, (ids, keys, count, rows, 0 if fault is None else fault), stream)
+        return keys
+
+    def distinct(self, ids: torch.Tensor, rows: int, *, fault: torch.Tensor, device: Device) -> Distinct:
+        """The distinct ids of at least one id; a bad one is told, and counts as PAD."""
+        count, size = ids.numel(), torch.Size((ids.numel(),))
+        stream = device.current_stream()
+        keys = self.keys(ids, rows, fault=fault, device=device, stream=stream)
+        device.before_kernels()
+        ordered, order = torch.sort(keys, stable=True)  # stable: gradients are summed in the order of the batch
+        width = ordered.dtype.itemsize
+        begins = device.empty(size, (1,), torch.int32)
+        self._launch_here(f"begins_{width}", count, (ordered, begins, count), stream)
+        device.before_kernels()
+        places = torch.cumsum(begins, 0, dtype=torch.int32)
+        found, inverse, starts = (device.empty(size, (1,), torch.int64) for _ in range(3))
+        self._launch_here(f"place_{width}", count, (ordered, order, places, count, found, inverse, starts), stream)
+        index = Index(found, (count,), resident=True, is_distinct=True)
+        return Distinct(index, inverse, Places(order, places, starts))
+
+    def total(self, values: torch.Tensor, places: Places, *, device: Device) -> torch.Tensor:
+        """The sum of ``values`` [ids, dim] for each distinct id, in the order of the batch; zeros behind the last."""
+        count, width = values.shape
+        name, stream = _TOTALLED[values.dtype], device.current_stream()
+        out = device.empty(values.shape, (width, 1), values.dtype)
+        parts = device.empty(torch.Size((2 * -(-count // PART), width)), (width, 1), values.dtype)
+        given = (places.order, places.places, places.starts, count, width)
+        self._launch_here(f"parts_{name}", count * width, (values, *given, parts, out), stream)
+        self._launch_here(f"totals_{name}", count * width, (parts, *given[1:], out), stream)
+        return out
+
+    @staticmethod
+    def can_total(dtype: torch.dtype) -> bool:
+        """Whether there is a kernel that sums up values of ``dtype`` by row."""
+        return dtype in _TOTALLED
+
+    # Launching
+
+    def _move(  # noqa: PLR0917 - what all of them have
+        self,
+        name: str,
+        given: tuple[object, ...],
+        tables: Tensors,
+        rows: Tensors,
+        count: int,
+        stream: Stream,
+        *,
+        blocks: int,
+        unroll: int = 1,
+    ) -> None:
+        """One launch for up to MOST_TABLES tables."""
+        for start in range(0, len(tables), MOST_TABLES):
+            args = list(given)
+            pairs = list(zip(tables, rows, strict=True))[start : start + MOST_TABLES]
+            args.append(len(pairs))
+            widest = 0
+            for table, row in pairs:
+                nbytes = table.shape[1] * table.dtype.itemsize
+                size = _piece(nbytes, table.data_ptr() | row.data_ptr())
+                args += (table, row, nbytes // size, size)
+                widest = max(widest, nbytes // size)
+            args += _NONE * (MOST_TABLES - len(pairs))
+            self._launch(name, count * widest, tuple(args), stream, blocks=blocks, unroll=unroll)
+
+    def _launch_here(self, name: str, pieces: int, args: tuple[object, ...], stream: Stream) -> None:
+        self._launch(name, pieces, args, stream, blocks=_BLOCKS_ON_DEVICE)
+
+    def _launch(
+        self, name: str, pieces: int, args: tuple[object, ...], stream: Stream, *, blocks: int, unroll: int = 1
+    ) -> None:
+        self._kernels[name](stream, max(1, min(blocks, -(-pieces // (_THREADS * unroll)))), _THREADS, args)
 
 
 _compiled: weakref.WeakKeyDictionary[Device, RowKernels | None] = weakref.WeakKeyDictionary()
 
 
-def _piece(table: torch.Tensor, rows: torch.Tensor) -> int:
-    """The widest piece that divides a row and both addresses."""
-    row = table.shape[1] * table.dtype.itemsize
-    return next(s for s in _WIDTHS if row % s == 0 and table.data_ptr() % s == 0 and rows.data_ptr() % s == 0)
+def _piece(nbytes: int, addresses: int) -> int:
+    """The widest piece that divides a row and all addresses."""
+    lowest = (nbytes | addresses) & 15
+    return next(size for size in WIDTHS if not lowest % size)

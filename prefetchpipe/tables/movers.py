@@ -9,14 +9,16 @@ from typing import Protocol
 
 import torch
 
-from prefetchpipe.device.base import Device, Event, HostBlock, Stream
+from prefetchpipe.device.base import Device
 from prefetchpipe.errors import PinnedMemoryError
 from prefetchpipe.memory.pinned import PinnedMemory
-from prefetchpipe.tables.index import Index, check_range, out_of_range
+from prefetchpipe.tables.distinct import Distinct, distinct_on_host
+from prefetchpipe.tables.index import Index, check_range
+from prefetchpipe.tables.kernelmover import KernelMover
 from prefetchpipe.tables.kernels import RowKernels
 from prefetchpipe.tables.memory import HostRows, Staging
 
-__all__ = ["HostMover", "KernelMover", "Mover", "StagedMover", "make_mover", "write_rows"]
+__all__ = ["HostMover", "Mover", "StagedMover", "make_mover", "write_rows"]
 
 
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,6 +32,9 @@ class Mover(Protocol):
 
     def place(self, index: Index) -> Index:
         """``index`` where this mover wants it."""
+
+    def distinct(self, index: Index) -> Distinct:
+        """The distinct ids of an index where this mover wants it."""
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """Rows into ``out``, [ids, width] on the device."""
@@ -87,6 +92,10 @@ class HostMover:
         """It is there."""
         return index
 
+    def distinct(self, index: Index) -> Distinct:
+        """See the protocol."""
+        return distinct_on_host(index)
+
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """See the protocol."""
         torch.index_select(self._rows.tensor, 0, index.ids, out=out)
@@ -140,6 +149,10 @@ class StagedMover:
             self._device.synchronize(event)  # contract 3: the ids are read by the host next
         check_range(host, len(self._rows.tensor), index.shape)
         return Index(host, index.shape, resident=False, is_distinct=index.is_distinct)
+
+    def distinct(self, index: Index) -> Distinct:
+        """See the protocol."""
+        return distinct_on_host(index)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """See the protocol."""
@@ -196,118 +209,3 @@ class StagedMover:
         self.settle()
         for staging in (*self._out, self._back):
             staging.free()
-
-
-class KernelMover:
-    """Kernels read and write the rows in page-locked memory; the host takes no part and waits for nothing."""
-
-    on_device = True
-
-    def __init__(self, rows: HostRows, device: Device, budget: PinnedMemory, kernels: RowKernels) -> None:
-        self._rows = rows
-        self._device = device
-        self._budget = budget
-        self._kernels = kernels
-        self._ids = [Staging(device, budget), Staging(device, budget)]
-        self._written: Event = device.new_event()
-        self._reads: dict[Stream, Event] = {}
-        self._fault_block: HostBlock = budget.alloc(48)
-        # What kernels report: one record for ids as they were given, and one for distinct ids.
-        self._faults = tuple(self._fault_block.tensor.view(torch.int64).zero_().view(2, 3))
-
-    def place(self, index: Index) -> Index:
-        """To the device, by a copy on the current stream."""
-        if index.resident:
-            return index
-        nbytes = len(index) * 8
-        ids = self._device.empty(torch.Size((len(index),)), (1,), torch.int64)
-        if nbytes:
-            self._ids.reverse()
-            staging = self._ids[0]
-            buffer = staging.acquire(nbytes)
-            buffer.view(torch.int64).copy_(index.ids)
-            stream = self._device.current_stream()
-            self._device.copy(ids, buffer, stream)
-            staging.leave(stream)
-        return Index(ids, index.shape, resident=True, is_distinct=index.is_distinct)
-
-    def gather(self, index: Index, out: torch.Tensor) -> None:
-        """See the protocol."""
-        stream = self._device.current_stream()
-        self._device.wait(stream, self._written)  # contract 3: a gather after a scatter sees it, on any stream
-        if len(index):
-            self._kernels.gather(self._rows.tensor, index.ids, out, fault=self._fault_of(index), stream=stream)
-        event = self._reads.get(stream)
-        if event is None:
-            event = self._reads[stream] = self._device.new_event()
-        self._device.record(event, stream)
-
-    def scatter(self, index: Index, values: torch.Tensor, *, unique: bool) -> None:
-        """See the protocol."""
-        ids, order = (index.ids, None) if unique else self._sorted(index)
-        stream = self._before_write()
-        if len(index):
-            fault = self._fault_of(index)
-            self._kernels.scatter(self._rows.tensor, ids, order, values, fault=fault, stream=stream)
-        self._device.record(self._written, stream)
-
-    def add(self, index: Index, values: torch.Tensor) -> None:
-        """See the protocol."""
-        if not self._kernels.can_add(values.dtype):
-            self._add_on_host(index, values)
-            return
-        ids, order = self._sorted(index)
-        stream = self._before_write()
-        if len(index):
-            self._kernels.add(self._rows.tensor, ids, order, values, fault=self._fault_of(index), stream=stream)
-        self._device.record(self._written, stream)
-
-    def _fault_of(self, index: Index) -> torch.Tensor:
-        given: torch.Tensor = self._faults[0]
-        distinct: torch.Tensor = self._faults[1]
-        return distinct if index.is_distinct else given
-
-    def _sorted(self, index: Index) -> tuple[torch.Tensor, torch.Tensor]:
-        self._device.before_kernels()
-        ids, order = torch.sort(index.ids, stable=True)  # stable: the last of equal ids stays the last
-        return ids, order
-
-    def _before_write(self) -> Stream:
-        stream = self._device.current_stream()
-        self._device.wait(stream, self._written)
-        for event in self._reads.values():
-            self._device.wait(stream, event)  # contract 3: a gather before this still reads the old rows
-        return stream
-
-    def _add_on_host(self, index: Index, values: torch.Tensor) -> None:
-        """For the dtypes without a kernel; waits for the current stream."""
-        self._device.before_kernels()
-        ids, new = index.ids.cpu(), values.cpu()
-        check_range(ids, len(self._rows.tensor), index.shape)
-        self.settle()
-        self._rows.tensor.index_add_(0, ids, new)
-
-    def settle(self) -> None:
-        """Contract 3: a host read waits for the scatters, a host write for the gathers too; never for the device."""
-        self._device.synchronize(self._written)
-        for event in self._reads.values():
-            self._device.synchronize(event)
-        self.poll()
-
-    def poll(self) -> None:
-        """A look at page-locked memory."""
-        for fault, is_distinct in zip(self._faults, (False, True), strict=True):
-            if int(fault[0]) == 2:  # noqa: PLR2004 - the kernel writes it last
-                _, value, position = fault.tolist()
-                fault.zero_()
-                raise out_of_range(value, None if is_distinct else position, len(self._rows.tensor), None)
-
-    def close(self) -> None:
-        """See the protocol."""
-        self._device.synchronize(self._written)
-        for event in self._reads.values():
-            self._device.synchronize(event)  # contract 6: kernels may still be reading this memory
-        for staging in self._ids:
-            staging.free()
-        self._faults = tuple(torch.zeros(2, 3, dtype=torch.int64, device="cpu"))
-        self._budget.free(self._fault_block)

@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.tables.distinct import Distinct, distinct_ids
+from prefetchpipe.tables.ahead import take_all
 from prefetchpipe.tables.embedding import ActiveRows, HostEmbedding
 from prefetchpipe.tables.index import Index, read_index
 from prefetchpipe.tables.known import KnownStates
+from prefetchpipe.tables.lookup import sum_by_row
 from prefetchpipe.tables.rules import NOT_ROW_WISE, Rule, rule_for
 from prefetchpipe.tables.table import HostTable
+from prefetchpipe.tables.together import gather_rows, write_back
 from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
 
 __all__ = ["RowOptimizer", "StepCount"]
@@ -261,8 +263,9 @@ class RowOptimizer(torch.optim.Optimizer):
                     f"grad must be {table.dtype} of shape {wanted}, not {grad.dtype} of {tuple(grad.shape)}"
                 )
             table.where.before_kernels()
-            distinct = distinct_ids(table.place(found))
-            total = _summed(grad.detach().reshape(-1, table.shape[1]), distinct)
+            distinct = table.distinct(found)
+            table.where.before_kernels()
+            total = sum_by_row(grad.detach().reshape(-1, table.shape[1]), distinct, table.where)
             rows = table.gather_rows(distinct.index)
             table.where.before_kernels()
             self._apply(distinct.index, rows, total, None)
@@ -279,19 +282,24 @@ class RowOptimizer(torch.optim.Optimizer):
         if not len(index):
             return
         self._follow_options()
-        states = {}
-        for name, table in self._moving().items():
-            ahead = None if active is None else active.states.pop(table, None)
-            states[name] = table.gather_rows(index) if ahead is None else ahead.take()
+        moving = self._moving()
+        aheads = {
+            name: active.states.pop(table)
+            for name, table in moving.items()
+            if active is not None and table in active.states
+        }
+        missing = {name: table for name, table in moving.items() if name not in aheads}
+        found = dict(zip(aheads, take_all(list(aheads.values())), strict=True))
+        if missing:
+            found.update(zip(missing, gather_rows(list(missing.values()), index), strict=True))
+        states = {name: found[name] for name in moving}
         self._table.where.before_kernels()
         made = self._update(self._inner, index, rows, grad, states)
         for name, new in made.items():
             self._add_found(name, new.dtype, is_number=False)
             states[name] = new
         tables = self.tables
-        for name, state in states.items():
-            tables[name].write_back(index, state)
-        self._table.write_back(index, rows)
+        write_back([self._table, *(tables[name] for name in states)], index, [rows, *states.values()])
 
     def _moving(self) -> dict[str, HostTable]:
         """The tables whose rows travel with the step; the other numbers are read and written by the host."""
@@ -389,18 +397,12 @@ class _Columns:
             self.tables[name].host_tensor()[ids, 0] = value
 
 
-def _summed(grad: torch.Tensor, distinct: Distinct) -> torch.Tensor:
-    """One gradient for each distinct row, as the backward pass of an embedding adds them up."""
-    inverse = distinct.inverse.to(grad.device)
-    total: torch.Tensor = torch.ops.aten.embedding_dense_backward(grad, inverse, len(distinct.index), -1, False)
-    return total
-
-
 def _merged(active: list[ActiveRows], table: HostTable) -> tuple[Index, torch.Tensor, torch.Tensor]:
     """Several forward passes as one: a row that is in two of them has the sum of its gradients, in their order."""
     parts = [one.distinct.index for one in active]
     ids = torch.cat([part.ids for part in parts])
-    distinct = distinct_ids(Index(ids, tuple(ids.shape), resident=parts[0].resident))
+    distinct = table.distinct(Index(ids, tuple(ids.shape), resident=parts[0].resident))
+    table.where.before_kernels()
     device = active[0].rows.device
     inverse = distinct.inverse.to(device)
     count = len(distinct.index)

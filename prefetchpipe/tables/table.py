@@ -16,6 +16,7 @@ from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import whole
 from prefetchpipe.tables.ahead import RowsAhead
+from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.files import read_rows, save_rows
 from prefetchpipe.tables.index import Index, read_index
 from prefetchpipe.tables.initial import Init, as_values, fill_rows
@@ -29,8 +30,9 @@ class HostTable:
     """``num_rows`` x ``dim`` values in host memory, with rows gathered to the device and scattered back by index.
 
     Work goes to the stream that is current in the calling thread. Order is kept by events of this table: a gather
-    after a scatter sees it, whatever streams the two ran on, and a host read waits for what is outstanding here, never
-    for the device. Methods may be called from any thread.
+    after a scatter sees it, whatever streams the two ran on, and a host read waits for what is outstanding here (and
+    on tables that an optimizer steps together with this one), never for the device. Methods may be called from any
+    thread.
 
     **Index**: integers of any shape (tensor in host memory or on the device, NumPy array, sequence, int). Ids count
     from 0; negative ids are errors, they do not count from the end. Ids in host memory are checked before any byte
@@ -254,48 +256,10 @@ class HostTable:
         with self._lock:
             return self._mover.place(index)
 
-    def gather_ahead(self, index: Index) -> RowsAhead:
-        """Rows that are wanted later, on the copy stream; what is written back until then reaches them.
-
-        Args:
-            index: A checked index of distinct ids, ascending.
-        """
-        device = self.where
-        with self._lock, torch.no_grad(), device.beside_captures():
-            # Contract 3: ids on the device come from the caller's stream.
-            device.record(self._handover, device.current_stream())
-            with device.on_copy_stream():
-                device.wait(device.copy_stream, self._handover)
-                rows = self.gather_rows(index)
-            if index.resident:
-                device.record_use(index.ids, device.copy_stream)  # contract 4
-            ahead = RowsAhead(self, device, index, rows)
-            self._ahead = [ref for ref in self._ahead if ref() is not None]
-            self._ahead.append(weakref.ref(ahead))
-            return ahead
-
-    def write_back(self, index: Index, rows: torch.Tensor) -> None:
-        """Write rows that the caller gives up, on the copy stream; rows gathered ahead get the new values.
-
-        Args:
-            index: A checked index of distinct ids, ascending.
-            rows: [ids, dim] on the device. It must not be changed afterwards.
-        """
-        device = self.where
-        with self._lock, torch.no_grad(), device.beside_captures():
-            self.version += 1
-            for ref in self._ahead:
-                ahead = ref()
-                if ahead is not None:
-                    ahead.patch(index, rows)
-            # Contract 3: the rows are written after the step that makes them.
-            device.record(self._handover, device.current_stream())
-            with device.on_copy_stream():
-                device.wait(device.copy_stream, self._handover)
-                self._mover.scatter(self._mover.place(index), rows, unique=True)
-            device.record_use(rows, device.copy_stream)  # contract 4: the copy stream still reads them
-            if index.resident:
-                device.record_use(index.ids, device.copy_stream)
+    def distinct(self, index: Index) -> Distinct:
+        """The distinct ids of a checked index, where this table uses them."""
+        with self._lock:
+            return self._mover.distinct(self._mover.place(index))
 
     def _invalidate(self) -> None:
         self.version += 1

@@ -91,13 +91,12 @@ def test_n6_an_id_on_the_device_is_checked_there(stream_device: Any, bad: int) -
 
 
 @pytest.mark.parametrize("bad", OUTSIDE)
-def test_n6_of_ids_that_an_embedding_looks_up_no_wrong_position_is_named(stream_device: Any, bad: int) -> None:
-    """The device sees them sorted; where the id stood in the batch is not known there."""
+def test_n6_ids_that_an_embedding_looks_up_are_checked_before_they_are_sorted(stream_device: Any, bad: int) -> None:
     device = stream_device
     embedding = HostEmbedding(5, DIM, device=device)
     if not embedding.table.ids_on_device:
         pytest.skip("ids are checked in host memory")
-    with pytest.raises(IndexError, match=rf"index {bad} is out of range for a table of 5 rows"):
+    with pytest.raises(IndexError, match=rf"index {bad} at position 1 is out of range for a table of 5 rows"):
         embedding(on_device(device, torch.tensor([3, bad, 2])))
         settle(device)
         embedding.table.synchronize()
@@ -267,9 +266,11 @@ def test_n7_a_live_table_at_exit_is_silent(tmp_path: Path) -> None:
         "for _ in embedding.lookahead([torch.arange(4)] * 3, lambda ids: ids):\n"
         "    embedding(_).sum().backward()\n"
         "    optimizer.step()\n"
-        "mapped.write_back(__import__('prefetchpipe.tables.index', fromlist=['x']).read_index([1], 4, mapped.where),"
-        " mapped.gather([0]) if torch.cuda.is_available() else mapped.where.empty(torch.Size((1, 2)), (2, 1),"
-        " torch.float32).fill_(7))\n",
+        "from prefetchpipe.tables.index import read_index\n"
+        "from prefetchpipe.tables.together import write_back\n"
+        "write_back([mapped], read_index([1], 4, mapped.where),"
+        " [mapped.gather([0]) if torch.cuda.is_available() else mapped.where.empty(torch.Size((1, 2)), (2, 1),"
+        " torch.float32).fill_(7)])\n",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     if not torch.cuda.is_available():

@@ -16,9 +16,11 @@ import torch
 from torch import nn, optim
 
 from prefetchpipe import GPUPrefetcher, HostEmbedding, HostTable
-from prefetchpipe.device.cuda import CudaDevice
+from prefetchpipe.device.cuda import CudaDevice, cuda_device
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.tables import RowOptimizer
+from prefetchpipe.tables import RowOptimizer, ways
+from prefetchpipe.tables.index import PAD
+from prefetchpipe.tables.kernels import RowKernels
 from tests.support import no_synchronisation, spin
 
 pytestmark = [
@@ -242,3 +244,65 @@ def test_beside_a_graph_capture(way: str) -> None:
     graph.replay()
     assert torch.equal(rows.cpu(), content()[[2]])
     assert isinstance(table.where, CudaDevice)
+
+
+@pytest.mark.skipif(not HAS_CUPY, reason="needs CuPy, an optional dependency")
+def test_many_ids_of_a_large_table_as_they_come_and_sorted() -> None:
+    """The first calls take turns; all of them give the same bytes."""
+    rows = (ways.LEAST_BYTES >> 9) + 1
+    model = content(rows)
+    table = HostTable(rows, DIM, device="cuda", init=model)
+    draw = torch.Generator().manual_seed(0)
+    for number in range(8):
+        ids = torch.randint(0, rows, (2 * ways.LEAST_IDS,), generator=draw)
+        assert torch.equal(table.gather(ids.cuda()).cpu(), model[ids])
+        distinct = torch.randperm(rows, generator=draw)[: 2 * ways.LEAST_IDS]
+        values = torch.randn(len(distinct), DIM, generator=draw)
+        table.scatter(distinct.cuda(), values.cuda(), unique=True)
+        torch.cuda.synchronize()
+        model[distinct] = values
+        assert number < 7 or torch.equal(table.host_tensor(), model)
+    assert len(table._mover._ways._choices) == 2  # type: ignore[attr-defined]
+    assert all(
+        choice._is_sorted is not None
+        for choice in table._mover._ways._choices.values()  # type: ignore[attr-defined]
+    )
+
+
+@pytest.mark.skipif(not HAS_CUPY, reason="needs CuPy, an optional dependency")
+@pytest.mark.parametrize("rows", [ROWS, 1 << 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distinct_ids_and_sums_by_row(dtype: torch.dtype, rows: int) -> None:
+    device = cuda_device(0)
+    kernels = RowKernels.of(device)
+    assert kernels is not None
+    fault = device.host_alloc(24).tensor.view(torch.int64).zero_()
+    for count, most in ((1, 1), (1000, 3), (34_816, ROWS), (200_001, 40)):
+        ids = torch.randint(0, most, (count,), device="cuda") * (rows // ROWS)
+        distinct = kernels.distinct(ids, rows, fault=fault, device=device)
+        found, inverse = torch.unique(ids, return_inverse=True)
+        assert torch.equal(distinct.index.ids[: len(found)], found)
+        assert bool((distinct.index.ids[len(found) :] == PAD).all())
+        assert torch.equal(distinct.inverse, inverse)
+        assert distinct.places is not None
+        values = torch.randint(-9, 9, (count, DIM), device="cuda").to(dtype)
+        total = kernels.total(values, distinct.places, device=device)
+        wanted = torch.zeros(len(found), DIM, dtype=dtype, device="cuda").index_add_(0, inverse, values)
+        assert torch.equal(total[: len(found)], wanted)
+        assert not bool(total[len(found) :].any())
+    torch.cuda.synchronize()
+    assert fault.tolist() == [0, 0, 0]
+
+
+@pytest.mark.skipif(not HAS_CUPY, reason="needs CuPy, an optional dependency")
+def test_a_gradient_in_the_thread_of_autograd_is_that_of_torch() -> None:
+    embedding = HostEmbedding(ROWS, DIM, device="cuda", init=content() / (ROWS * DIM))
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    reference = nn.Embedding(ROWS, DIM, _weight=(content() / (ROWS * DIM)).cuda())
+    ids = torch.randint(0, 50, (64, 68))
+    for module, index in ((embedding, ids), (reference, ids.cuda())):
+        module(index).pow(2).sum().backward()
+    optimizer.step()
+    assert reference.weight.grad is not None
+    expected = (reference.weight - reference.weight.grad).detach().cpu()
+    torch.testing.assert_close(embedding.table.host_tensor(), expected, rtol=1e-5, atol=1e-5)

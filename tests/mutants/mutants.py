@@ -53,7 +53,8 @@ WORKERS = "pipeline/workers.py"
 QUEUES = "pipeline/queues.py"
 STAND_IN = "integrations/_standin.py"
 
-TABLE = "tables/table.py"
+TOGETHER = "tables/together.py"
+KERNELS = "tables/kernelmover.py"
 MOVERS = "tables/movers.py"
 AHEAD = "tables/ahead.py"
 
@@ -526,31 +527,79 @@ MUTANTS = (
     # Tables
     Mutant(
         "a gather does not wait for the scatter before it",
-        MOVERS,
-        "self._device.wait(stream, self._written)  # contract 3: a gather after a scatter sees it, on any stream",
+        KERNELS,
+        "device.wait(stream, event)  # contract 3: a gather after a scatter sees it, on any stream",
         "pass",
         3,
         _tables("test_c3_a_gather_sees_the_scatter_before_it_on_another_stream"),
     ),
     Mutant(
         "a scatter does not wait for the scatter before it",
-        MOVERS,
-        "stream = self._device.current_stream()\n        self._device.wait(stream, self._written)\n        for",
-        "stream = self._device.current_stream()\n        for",
+        KERNELS,
+        "self._device.wait(stream, event)  # contract 3: the scatter before this has written its rows",
+        "pass",
         3,
         _tables("test_c3_a_scatter_follows_the_scatter_before_it_on_another_stream"),
     ),
     Mutant(
         "a scatter does not wait for the gathers before it",
-        MOVERS,
+        KERNELS,
         "self._device.wait(stream, event)  # contract 3: a gather before this still reads the old rows",
         "pass",
         3,
         _tables("test_c3_a_gather_keeps_its_rows_when_a_scatter_on_another_stream_follows"),
     ),
     Mutant(
+        "tables that are gathered together wait for the scatters of the first",
+        KERNELS,
+        "{id(mover._written): mover._written for mover in movers}.values():\n            device",
+        "[self._written]:\n            device",
+        3,
+        _tables("test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone"),
+    ),
+    Mutant(
+        "tables that are written together wait for the scatters of the first",
+        KERNELS,
+        "written = {id(mover._written): mover._written for mover in movers}",
+        "written = {0: self._written}",
+        3,
+        _tables("test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone"),
+    ),
+    Mutant(
+        "tables that are written together wait for the gathers of the first",
+        KERNELS,
+        "for mover in movers for event in mover._reads.values()}",
+        "for event in self._reads.values()}",
+        3,
+        _tables("test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone"),
+    ),
+    Mutant(
+        "what was written together is known to the first table alone",
+        KERNELS,
+        "        for mover in movers:\n            mover._written = self._own",
+        "        self._written = self._own",
+        3,
+        _tables("test_c3_each_table_waits_for_what_several_did_together"),
+    ),
+    Mutant(
+        "what was gathered together is known to the first table alone",
+        KERNELS,
+        "        for mover in movers:\n            mover._reads[stream] = read",
+        "        self._reads[stream] = read",
+        3,
+        _tables("test_c3_each_table_waits_for_what_several_did_together"),
+    ),
+    Mutant(
+        "what was found about ids is not kept for the stream that looks up",
+        "tables/embedding.py",
+        "device.record_use(tensor, stream)  # contract 4: made on the stream that was current then",
+        "pass",
+        4,
+        _tables("test_c4_what_was_found_about_ids_is_kept_for_the_stream_that_looks_up"),
+    ),
+    Mutant(
         "a host read does not wait for the scatter by a kernel",
-        MOVERS,
+        KERNELS,
         "self._device.synchronize(self._written)\n        for event in self._reads.values():\n"
         "            self._device.synchronize(event)\n        self.poll()",
         "for event in self._reads.values():\n            self._device.synchronize(event)\n        self.poll()",
@@ -559,7 +608,7 @@ MUTANTS = (
     ),
     Mutant(
         "a host write does not wait for the gather by a kernel",
-        MOVERS,
+        KERNELS,
         "            self._device.synchronize(event)\n        self.poll()",
         "            pass\n        self.poll()",
         3,
@@ -599,16 +648,16 @@ MUTANTS = (
     ),
     Mutant(
         "rows are written back before the step has made them",
-        TABLE,
-        "device.wait(device.copy_stream, self._handover)\n                self._mover",
-        "self._mover",
+        TOGETHER,
+        "device.wait(device.copy_stream, first._handover)\n            for group",
+        "for group",
         3,
         _tables("test_c3_rows_are_written_back_after_the_step_that_makes_them"),
     ),
     Mutant(
         "rows ahead are gathered before their ids are there",
-        TABLE,
-        "device.wait(device.copy_stream, self._handover)\n                rows",
+        TOGETHER,
+        "device.wait(device.copy_stream, first._handover)\n            rows",
         "rows",
         3,
         _tables("test_c3_rows_ahead_are_gathered_after_their_ids_are_made"),
@@ -624,8 +673,8 @@ MUTANTS = (
     Mutant(
         "rows ahead that are gathered again do not wait for their ids",
         AHEAD,
-        "device.wait(stream, self._ready)\n        if rows is None:\n",
-        "if rows is not None:\n            device.wait(stream, self._ready)\n        else:\n",
+        "device.wait(stream, self._ready)\n",
+        "if rows is not None:\n            device.wait(stream, self._ready)\n",
         3,
         _tables("test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids"),
     ),
@@ -638,33 +687,41 @@ MUTANTS = (
         _tables("test_c5_the_ids_of_a_scatter_may_be_written_to_at_once"),
     ),
     Mutant(
+        "rows ahead take new values that another stream is still making",
+        AHEAD,
+        " or (patches and self._maker != stream)",
+        "",
+        3,
+        _tables("test_c3_new_values_of_another_stream_are_not_read_before_they_are_made"),
+    ),
+    Mutant(
         "rows ahead miss what was written back since",
         AHEAD,
-        "_replace(rows, self._index, new, index)",
+        "_replace(rows, index, [taken[number][3][turn][1] for number in numbers], new_index, device)",
         "pass",
         3,
         _tables("test_a_loop_with_rows_ahead_is_the_loop_without"),
     ),
     Mutant(
         "rows that are written back are not kept",
-        TABLE,
-        "device.record_use(rows, device.copy_stream)  # contract 4: the copy stream still reads them",
+        TOGETHER,
+        "device.record_use(new, device.copy_stream)  # contract 4: the copy stream still reads them",
         "pass",
         4,
         _tables("test_c4_rows_that_are_written_back_are_kept_until_they_are_read"),
     ),
     Mutant(
         "ids of rows that are written back are not kept",
-        TABLE,
-        "device.record_use(rows, device.copy_stream)  # contract 4: the copy stream still reads them\n"
-        "            if index.resident:",
-        "device.record_use(rows, device.copy_stream)\n            if False:",
+        TOGETHER,
+        "device.record_use(new, device.copy_stream)  # contract 4: the copy stream still reads them\n"
+        "        if index.resident:",
+        "device.record_use(new, device.copy_stream)\n        if False:",
         4,
         _tables("test_c4_ids_are_kept_until_the_copy_stream_has_read_them"),
     ),
     Mutant(
         "ids of rows ahead are not kept",
-        TABLE,
+        TOGETHER,
         "device.record_use(index.ids, device.copy_stream)  # contract 4\n",
         "pass\n",
         4,
@@ -688,7 +745,7 @@ MUTANTS = (
     ),
     Mutant(
         "a table is freed under the kernels that read it",
-        MOVERS,
+        KERNELS,
         "self._device.synchronize(event)  # contract 6: kernels may still be reading this memory",
         "pass",
         6,

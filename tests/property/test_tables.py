@@ -12,6 +12,7 @@ from torch import optim
 
 from prefetchpipe import GPUPrefetcher, HostEmbedding, HostTable
 from prefetchpipe.tables import Lookahead, RowOptimizer
+from prefetchpipe.tables.together import gather_ahead
 from prefetchpipe.testing import SimulatedDevice
 from tests.support_tables import ZeroCopyDevice, on_device
 
@@ -124,7 +125,7 @@ def test_a_table_is_what_a_matrix_would_be(device: Any, steps: list[tuple[str, l
                 from prefetchpipe.tables.index import read_index
 
                 wanted = sorted(set(ids))
-                ahead.append((table.gather_ahead(table.place(read_index(wanted, ROWS, device))), wanted))
+                ahead.append((gather_ahead([table], table.place(read_index(wanted, ROWS, device)))[0], wanted))
             elif what == "take" and ahead:
                 taken, wanted = ahead.pop(0)
                 gathered.append((taken.take(), model[wanted].clone()))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from prefetchpipe.device.cpu import CpuDevice
 from prefetchpipe.tables.index import PAD
-from prefetchpipe.tables.kernels import NAMES, SOURCE, RowKernels
+from prefetchpipe.tables.kernels import RowKernels
+from prefetchpipe.tables.source import MOST_TABLES, NAMES, NO_KEY, PART, SOURCE
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,27 +77,30 @@ def test_rows_move_and_bad_ids_are_told(kernels: RowKernels, dtype: torch.dtype,
     fault = torch.zeros(3, dtype=torch.int64)
     expected = table.clone()
 
-    out = torch.full((IDS, dim), 9).to(dtype)
-    kernels.gather(table, ids, out, fault=fault, stream=None)
     wanted = table[ids.clamp(max=ROWS - 1)]
     wanted[5] = 0
-    assert torch.equal(out, wanted)
+    order = torch.sort(ids, stable=True)[1]
+    for way in (None, order):
+        out = torch.full((IDS, dim), 9).to(dtype)
+        kernels.gather([table], ids, way, [out], fault=fault, stream=None)
+        assert torch.equal(out, wanted)
 
-    ordered, order = torch.sort(ids, stable=True)
-    kernels.scatter(table, ordered, order, values, fault=fault, stream=None)
+    kernels.scatter([table], ids, order, [values], fault=fault, stream=None)
     for position, row in enumerate(ids.tolist()):
         if row != PAD:
             expected[row] = values[position]
     assert torch.equal(table, expected)
 
     distinct = torch.randperm(ROWS, generator=draw)[:9]
-    kernels.scatter(table, distinct, None, values[:9].contiguous(), fault=fault, stream=None)
-    expected[distinct] = values[:9]
-    assert torch.equal(table, expected)
+    for way in (None, torch.sort(distinct)[1]):
+        kernels.scatter([table], distinct, way, [values[:9].contiguous()], fault=fault, stream=None)
+        expected[distinct] = values[:9]
+        assert torch.equal(table, expected)
+        values = values.flip(0)
 
     if kernels.can_add(dtype):
         more = torch.randn(IDS, dim, generator=draw).to(dtype)
-        kernels.add(table, ordered, order, more, fault=fault, stream=None)
+        kernels.add(table, ids, order, more, fault=fault, stream=None)
         for position, row in enumerate(ids.tolist()):
             if row != PAD:
                 expected[row] += more[position]
@@ -103,10 +108,78 @@ def test_rows_move_and_bad_ids_are_told(kernels: RowKernels, dtype: torch.dtype,
     assert fault.tolist() == [0, 0, 0]
 
     ids[7], ids[9] = ROWS, -3
-    kernels.gather(table, ids, out, fault=fault, stream=None)
-    assert fault.tolist() in ([2, ROWS, 7], [2, -3, 9])
-    assert not out[[7, 9]].any()
-    fault.zero_()
-    kernels.scatter(table, torch.tensor([ROWS]), None, values[:1].contiguous(), fault=fault, stream=None)
+    for way in (None, torch.sort(ids)[1]):
+        kernels.gather([table], ids, way, [out], fault=fault, stream=None)
+        assert fault.tolist() in ([2, ROWS, 7], [2, -3, 9])
+        assert not out[[7, 9]].any()
+        fault.zero_()
+    kernels.scatter([table], torch.tensor([ROWS]), None, [values[:1].contiguous()], fault=fault, stream=None)
     assert fault.tolist() == [2, ROWS, 0]
     assert torch.equal(table, expected)
+
+
+SEVERAL = [(torch.float32, 8), (torch.float32, 1), (torch.bfloat16, 3), (torch.uint8, 5), (torch.float64, 2)] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, MOST_TABLES, MOST_TABLES + 1, len(SEVERAL)])
+def test_several_tables_move_together(kernels: RowKernels, count: int) -> None:
+    draw = torch.Generator().manual_seed(count)
+    tables = [torch.randint(0, 100, (ROWS, dim), generator=draw).to(dtype) for dtype, dim in SEVERAL[:count]]
+    ids = torch.randperm(ROWS, generator=draw)[:9].sort()[0]
+    fault = torch.zeros(3, dtype=torch.int64)
+    outs = [torch.empty(9, table.shape[1], dtype=table.dtype) for table in tables]
+    kernels.gather(tables, ids, None, outs, fault=fault, stream=None)
+    assert all(torch.equal(out, table[ids]) for out, table in zip(outs, tables, strict=True))
+    outs = [out + 1 for out in outs]
+    kernels.scatter(tables, ids, None, outs, fault=fault, stream=None)
+    assert all(torch.equal(out, table[ids]) for out, table in zip(outs, tables, strict=True))
+    assert fault.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("other_count", [1, 8, 9])
+def test_rows_take_the_values_of_others_with_the_same_id(kernels: RowKernels, count: int, other_count: int) -> None:
+    draw = torch.Generator().manual_seed(other_count)
+    for _ in range(20):
+        ids, other_ids = (torch.randint(0, ROWS, (n,), generator=draw).unique() for n in (count, other_count))
+        ids, other_ids = (torch.cat([some, torch.tensor([PAD, PAD])]) for some in (ids, other_ids))
+        rows = [torch.randn(len(ids), dim, generator=draw) for dim in (8, 1)]
+        others = [torch.randn(len(other_ids), dim, generator=draw) for dim in (8, 1)]
+        wanted = [row.clone() for row in rows]
+        for row, other in zip(wanted, others, strict=True):
+            for at, row_id in enumerate(ids[:-2].tolist()):
+                for place in (other_ids == row_id).nonzero().view(-1):
+                    row[at] = other[place]
+        kernels.patch(rows, ids, others, other_ids, stream=None)
+        assert all(map(torch.equal, rows, wanted))
+
+
+@pytest.mark.parametrize("rows", [ROWS, NO_KEY, NO_KEY + 1])
+@pytest.mark.parametrize("count", [1, 5, IDS, 20 * PART])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distinct_ids_and_sums_by_row(kernels: RowKernels, dtype: torch.dtype, count: int, rows: int) -> None:
+    draw = torch.Generator().manual_seed(count)
+    for most in (1, 3, ROWS):
+        ids = torch.randint(0, most, (count,), generator=draw) * ((rows - 1) // ROWS)
+        fault = torch.zeros(3, dtype=torch.int64)
+        distinct = kernels.distinct(ids, rows, fault=fault, device=CpuDevice())
+        found, inverse = torch.unique(ids, return_inverse=True)
+        assert torch.equal(distinct.index.ids[: len(found)], found)
+        assert (distinct.index.ids[len(found) :] == PAD).all()
+        assert torch.equal(distinct.inverse, inverse)
+        assert distinct.places is not None
+        values = torch.randint(-9, 9, (count, 3), generator=draw).to(dtype)
+        total = kernels.total(values, distinct.places, device=CpuDevice())
+        assert torch.equal(total[: len(found)], torch.zeros(len(found), 3, dtype=dtype).index_add_(0, inverse, values))
+        assert not total[len(found) :].any()
+        assert fault.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [ROWS, -1, 1 << 32])
+def test_a_bad_id_among_distinct_ones_is_told_with_its_position(kernels: RowKernels, bad: int) -> None:
+    """2**32 would be row 0 if it were cut down to 32 bits."""
+    fault = torch.zeros(3, dtype=torch.int64)
+    distinct = kernels.distinct(torch.tensor([3, bad, 3, 1, PAD]), ROWS, fault=fault, device=CpuDevice())
+    assert distinct.index.ids.tolist() == [1, 3, PAD, PAD, PAD]
+    assert distinct.inverse.tolist() == [1, 2, 1, 0, 2]
+    assert fault.tolist() == [2, bad, 1]

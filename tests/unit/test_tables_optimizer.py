@@ -667,3 +667,31 @@ def test_the_newest_optimizer_takes_the_gradients() -> None:
         older.step()
     newer.step()
     assert torch.equal(embedding.table.host_tensor()[1], start()[1] - 1)
+
+
+# Gradients of gradients
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_gradient_has_a_gradient(device: Any, resident: bool) -> None:
+    ids = torch.tensor([[3, 1, 3], [3, 0, 1]])
+    weight = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(5))
+    results = []
+    for module in (HostEmbedding(ROWS, DIM, device=device, init=start()), nn.Embedding(ROWS, DIM, _weight=start())):
+        out = module(on_device(device, ids) if resident and isinstance(module, HostEmbedding) else ids)
+        rows = out.grad_fn.next_functions[0][0].variable
+        (grad,) = torch.autograd.grad((out * weight).pow(3).sum(), rows, create_graph=True)
+        (second,) = torch.autograd.grad(grad.pow(2).sum(), rows)
+        results.append(second if isinstance(module, HostEmbedding) else second[[0, 1, 3]])
+    torch.testing.assert_close(results[0][:3], results[1])
+    assert not results[0][3:].any()
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_again(device: Any) -> None:
+    embedding = HostEmbedding(ROWS, DIM, device=device, init=start())
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    loss = embedding(torch.tensor([1, 1, 2])).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    assert torch.equal(embedding.table.host_tensor()[[1, 2]], start()[[1, 2]] - torch.tensor([[4.0], [2.0]]))

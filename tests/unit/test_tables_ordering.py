@@ -17,6 +17,7 @@ from torch import optim
 from prefetchpipe import HostEmbedding, HostTable
 from prefetchpipe.tables import RowOptimizer
 from prefetchpipe.tables.index import Index, read_index
+from prefetchpipe.tables.together import gather_ahead, gather_rows, write_back
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import Readings, constants
 from tests.support_tables import SLOW, ZeroCopyDevice
@@ -101,6 +102,11 @@ def test_c3_a_scatter_follows_the_scatter_before_it_on_another_stream(make: Any)
     with device.use_stream(device.new_stream()):
         table.scatter([3], made_late(device, 10.0, seconds=0.0))
     assert table[3].tolist() == [10] * DIM
+    table.scatter([3], made_late(device, 11.0), unique=True)
+    with device.use_stream(device.new_stream()):
+        table.scatter([3], made_late(device, 12.0, seconds=0.0), unique=True)
+    device.synchronize()
+    assert table[3].tolist() == [12] * DIM
     table.scatter([3], made_late(device, 20.0))
     with device.use_stream(device.new_stream()):
         table.scatter_add([3, 3], made_late(device, 1.0, rows=2, seconds=0.0))
@@ -166,7 +172,7 @@ def test_c3_rows_are_written_back_after_the_step_that_makes_them(make: Any) -> N
     device = make()
     table = table_of(device)
     rows = made_late(device, 9.0)
-    table.write_back(index(table, 3), rows)
+    write_back([table], index(table, 3), [rows])
     assert table[3].tolist() == [9] * DIM
 
 
@@ -175,7 +181,7 @@ def test_c3_rows_ahead_are_gathered_after_their_ids_are_made(make: Any) -> None:
     device = make()
     table = table_of(device)
     wanted = read_index(ids_made_late(device, 5), ROWS, device)
-    ahead = table.gather_ahead(wanted if table.ids_on_device else index(table, 5))
+    ahead = gather_ahead([table], wanted if table.ids_on_device else index(table, 5))[0]
     assert read(device, ahead.take()) == constants([6])
 
 
@@ -183,7 +189,7 @@ def test_c3_rows_ahead_are_gathered_after_their_ids_are_made(make: Any) -> None:
 def test_c3_rows_ahead_are_waited_for_when_taken(make: Any) -> None:
     device = make()
     table = table_of(device)
-    aheads = [table.gather_ahead(index(table, row)) for row in range(4)]
+    aheads = [gather_ahead([table], index(table, row))[0] for row in range(4)]
     for number, ahead in enumerate(aheads):
         with device.use_stream(device.new_stream()):
             assert read(device, ahead.take()) == constants([number + 1])
@@ -209,7 +215,7 @@ def test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids(make: Any, m
     """The ids were made on another stream than the one that is current when the rows are taken."""
     device = make()
     table = HostTable(6, DIM, device=device)
-    ahead = table.gather_ahead(Index(torch.tensor([1]), (1,), resident=False))
+    ahead = gather_ahead([table], Index(torch.tensor([1]), (1,), resident=False))[0]
     table.scatter([1], torch.ones(1, DIM))
     stream, waits = device.new_stream(), []
     wait = device.wait
@@ -221,6 +227,63 @@ def test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids(make: Any, m
     assert rows.tolist() == [[1.0] * DIM]
 
 
+@BOTH
+def test_c3_new_values_of_another_stream_are_not_read_before_they_are_made(make: Any) -> None:
+    device = make()
+    table = table_of(device)
+    streams = [device.new_stream() for _ in range(3)]
+    ids = index(table, 3)
+    for makers in (streams[:1], streams[:2]):
+        ahead = gather_ahead([table], ids)[0]
+        for number, stream in enumerate(makers):
+            with device.use_stream(stream):
+                write_back([table], ids, [made_late(device, 9.0 + number)])
+        with device.use_stream(streams[2]):
+            assert read(device, ahead.take()) == constants([8 + len(makers)])
+
+
+def test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone() -> None:
+    device = zero()
+    first, second = table_of(device), table_of(device)
+    ids, stream = index(first, 3), device.new_stream()
+    with device.use_stream(stream):
+        second.scatter([3], made_late(device, 9.0))
+    for ahead, value in zip(gather_ahead([first, second], ids), (4, 9), strict=True):
+        assert read(device, ahead.take()) == constants([value])
+
+    with device.use_stream(stream):
+        second.scatter([3], made_late(device, 10.0))
+    write_back([first, second], ids, [made_late(device, 20.0, seconds=0.0) for _ in range(2)])
+    assert second[3].tolist() == [20] * DIM
+
+    with device.use_stream(stream):
+        device.launch(lambda: None, seconds=0.05)
+        rows = second.gather([3])
+    write_back([first, second], ids, [made_late(device, 30.0, seconds=0.0) for _ in range(2)])
+    with device.use_stream(stream):
+        assert read(device, rows) == constants([20])
+
+
+def test_c3_each_table_waits_for_what_several_did_together() -> None:
+    device = zero()
+    first, second = table_of(device), table_of(device)
+    ids, other = index(first, 3), device.new_stream()
+    write_back([first, second], ids, [made_late(device, 9.0) for _ in range(2)])
+    with device.use_stream(other):
+        assert read(device, second.gather([3])) == constants([9])
+
+    device.launch(lambda: None, seconds=0.05)
+    rows = gather_rows([first, second], ids)
+    second[3] = 10.0
+    assert read(device, *rows) == constants([9, 9])
+
+    first, second, third = (table_of(device) for _ in range(3))
+    write_back([first, second, third], ids, [made_late(device, 9.0) for _ in range(3)])
+    with device.use_stream(other):
+        second.scatter([3], made_late(device, 10.0, seconds=0.0))
+    assert [table[3].tolist() for table in (second, third, first)] == [[value] * DIM for value in (10, 9, 9)]
+
+
 # Contract 4
 
 
@@ -230,7 +293,7 @@ def test_c4_rows_that_are_written_back_are_kept_until_they_are_read(make: Any) -
     table = table_of(device)
     with device.on_copy_stream():
         device.launch(lambda: None, seconds=0.5)
-    table.write_back(index(table, 3), made_late(device, 9.0, seconds=0.0))
+    write_back([table], index(table, 3), [made_late(device, 9.0, seconds=0.0)])
     litter(device)
     assert table[3].tolist() == [9] * DIM
 
@@ -240,8 +303,8 @@ def test_c4_ids_are_kept_until_the_copy_stream_has_read_them() -> None:
     table = table_of(device)
     with device.on_copy_stream():
         device.launch(lambda: None, seconds=0.5)
-    table.write_back(index(table, 3), made_late(device, 9.0, seconds=0.0))
-    table.gather_ahead(index(table, 4))
+    write_back([table], index(table, 3), [made_late(device, 9.0, seconds=0.0)])
+    gather_ahead([table], index(table, 4))
     litter(device)
     assert table[3].tolist() == [9] * DIM  # an id out of range would be told here, too
 
@@ -252,13 +315,31 @@ def test_c4_rows_ahead_are_kept_for_the_stream_that_takes_them(make: Any) -> Non
     table = table_of(device)
     readings = Readings(device, 4)
     for row in range(4):
-        rows = table.gather_ahead(index(table, row)).take()
+        rows = gather_ahead([table], index(table, row))[0].take()
         device.launch(lambda: None, seconds=0.05)
         readings.queue(row, rows)
         del rows
         with device.on_copy_stream():
             litter(device)
     assert readings.values() == constants([1, 2, 3, 4])
+
+
+def test_c4_what_was_found_about_ids_is_kept_for_the_stream_that_looks_up() -> None:
+    device = zero()
+    embedding = HostEmbedding(ROWS, DIM, device=device, init=table_of("cpu").host_tensor())
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    ids = torch.tensor([3, 1, 3])
+    prepared = embedding.prepare(ids)
+    tensors = prepared.distinct.device_tensors()
+    del prepared
+    with device.use_stream(device.new_stream()):
+        (embedding(ids) * torch.tensor([1.0, 2.0, 4.0])[:, None]).sum().backward()
+        device.launch(lambda: None, seconds=0.5)
+        users = [device._block_of(tensor).users for tensor in tensors if device._block_of(tensor) is not None]
+        assert len(users) >= 3
+        assert all(device.current_stream() in some for some in users)
+        optimizer.step()
+    assert embedding.table[:4, 0].tolist() == [1, 0, 3, -1]
 
 
 # Contract 6
@@ -301,7 +382,7 @@ def test_c6_a_table_goes_after_the_copies_out_of_it(make: Any, how: str) -> None
 def test_c6_a_mapped_or_pinned_table_that_goes_has_its_last_rows(make: Any, tmp_path: Any) -> None:
     device = make()
     table = table_of(device, path=tmp_path / "rows.npy")
-    table.write_back(index(table, 3), made_late(device, 9.0))
+    write_back([table], index(table, 3), [made_late(device, 9.0)])
     del table
     again = HostTable(ROWS, DIM, device="cpu", path=tmp_path / "rows.npy")
     assert again[2:5, 0].tolist() == [3, 9, 5]

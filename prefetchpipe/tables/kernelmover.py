@@ -1,0 +1,197 @@
+"""Rows in page-locked memory, moved by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from prefetchpipe.device.base import Device, Event, HostBlock, Stream
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.tables.distinct import Distinct
+from prefetchpipe.tables.index import Index, check_range, out_of_range
+from prefetchpipe.tables.kernels import RowKernels
+from prefetchpipe.tables.memory import HostRows, Staging
+from prefetchpipe.tables.ways import Ways
+
+__all__ = ["KernelMover"]
+
+# ruff: noqa: SLF001 - several of them move together
+
+
+class KernelMover:
+    """Kernels read and write the rows in page-locked memory; the host takes no part and waits for nothing.
+
+    Tables that move together share the events of that: a table's last write, or its last read on a stream, may be an
+    event that another one has recorded. One that is recorded again stands behind all that it stood for before, since
+    every write waits for the write before it, and reads have one event a stream.
+    """
+
+    on_device = True
+
+    def __init__(self, rows: HostRows, device: Device, budget: PinnedMemory, kernels: RowKernels) -> None:
+        self._rows = rows
+        self._device = device
+        self._budget = budget
+        self._kernels = kernels
+        self._ids = [Staging(device, budget), Staging(device, budget)]
+        self._own: Event = device.new_event()
+        self._written: Event = self._own
+        self._reads: dict[Stream, Event] = {}
+        self._ways = Ways(device, rows.tensor.numel() * rows.tensor.dtype.itemsize)
+        self._fault_block: HostBlock = budget.alloc(48)
+        # What kernels report: one record for ids as they were given, and one for distinct ids.
+        self._faults = tuple(self._fault_block.tensor.view(torch.int64).zero_().view(2, 3))
+        self._told = tuple(fault.numpy() for fault in self._faults)  # NumPy looks at one number in a tenth of the time
+
+    def place(self, index: Index) -> Index:
+        """To the device, by a copy on the current stream."""
+        if index.resident:
+            return index
+        nbytes = len(index) * 8
+        ids = self._device.empty(torch.Size((len(index),)), (1,), torch.int64)
+        if nbytes:
+            self._ids.reverse()
+            staging = self._ids[0]
+            buffer = staging.acquire(nbytes)
+            buffer.view(torch.int64).copy_(index.ids)
+            stream = self._device.current_stream()
+            self._device.copy(ids, buffer, stream)
+            staging.leave(stream)
+        return Index(ids, index.shape, resident=True, is_distinct=index.is_distinct)
+
+    def distinct(self, index: Index) -> Distinct:
+        """On the device: the host would have to wait for their number, so there is room for the most there can be."""
+        if not len(index):
+            return Distinct(Index(index.ids, (0,), resident=True, is_distinct=True), index.ids)
+        fault, rows = self._fault_of(index), len(self._rows.tensor)
+        return self._kernels.distinct(index.ids, rows, fault=fault, device=self._device)
+
+    def gather(self, index: Index, out: torch.Tensor) -> None:
+        """See the protocol."""
+        self.gather_all([self], index, [out])
+
+    def gather_all(self, movers: Sequence[KernelMover], index: Index, outs: Sequence[torch.Tensor]) -> None:
+        """Rows of several tables of this length, this one among them, by one launch."""
+        device = self._device
+        stream = device.current_stream()
+        for event in {id(mover._written): mover._written for mover in movers}.values():
+            device.wait(stream, event)  # contract 3: a gather after a scatter sees it, on any stream
+        if len(index):
+            tables = [mover._rows.tensor for mover in movers]
+            fault = self._fault_of(index)
+
+            def move(order: torch.Tensor | None) -> None:
+                self._kernels.gather(tables, index.ids, order, outs, fault=fault, stream=stream)
+
+            self._run("gather", index, stream, move)
+        read = self._reads.get(stream)
+        if read is None:
+            read = device.new_event()
+        device.record(read, stream)
+        for mover in movers:
+            mover._reads[stream] = read
+
+    def scatter(self, index: Index, values: torch.Tensor, *, unique: bool) -> None:
+        """See the protocol."""
+        self.scatter_all([self], index, [values], unique=unique)
+
+    def scatter_all(
+        self, movers: Sequence[KernelMover], index: Index, values: Sequence[torch.Tensor], *, unique: bool
+    ) -> None:
+        """Values of several tables of this length, this one among them, by one launch."""
+        stream = self._before_write(movers)
+        if len(index):
+            tables = [mover._rows.tensor for mover in movers]
+            fault = self._fault_of(index)
+
+            def move(order: torch.Tensor | None) -> None:
+                self._kernels.scatter(tables, index.ids, order, values, fault=fault, stream=stream)
+
+            if unique:
+                self._run("scatter", index, stream, move)
+            else:
+                move(self._order(index, stream))
+        self._after_write(movers, stream)
+
+    def add(self, index: Index, values: torch.Tensor) -> None:
+        """See the protocol."""
+        if not self._kernels.can_add(values.dtype):
+            self._add_on_host(index, values)
+            return
+        stream = self._before_write([self])
+        if len(index):
+            fault, order = self._fault_of(index), self._order(index, stream)
+            self._kernels.add(self._rows.tensor, index.ids, order, values, fault=fault, stream=stream)
+        self._after_write([self], stream)
+
+    def moves_with(self, other: object) -> bool:
+        """Whether rows of both can go in one launch."""
+        return isinstance(other, KernelMover) and len(other._rows.tensor) == len(self._rows.tensor)
+
+    def _run(self, what: str, index: Index, stream: Stream, move: Callable[[torch.Tensor | None], None]) -> None:
+        """As they are, or sorted first; distinct ids ascend already."""
+        if index.is_distinct:
+            move(None)
+        else:
+            self._ways.run(what, len(index), stream, lambda: move(None), lambda: move(self._order(index, stream)))
+
+    def _fault_of(self, index: Index) -> torch.Tensor:
+        given: torch.Tensor = self._faults[0]
+        distinct: torch.Tensor = self._faults[1]
+        return distinct if index.is_distinct else given
+
+    def _order(self, index: Index, stream: Stream) -> torch.Tensor:
+        rows = len(self._rows.tensor)
+        keys = self._kernels.keys(index.ids, rows, fault=None, device=self._device, stream=stream)
+        self._device.before_kernels()
+        return torch.sort(keys, stable=True)[1]  # stable: the last of equal ids stays the last
+
+    def _before_write(self, movers: Sequence[KernelMover]) -> Stream:
+        stream = self._device.current_stream()
+        written = {id(mover._written): mover._written for mover in movers}
+        reads = {id(event): event for mover in movers for event in mover._reads.values()}
+        for event in written.values():
+            self._device.wait(stream, event)  # contract 3: the scatter before this has written its rows
+        for event in reads.values():
+            self._device.wait(stream, event)  # contract 3: a gather before this still reads the old rows
+        return stream
+
+    def _after_write(self, movers: Sequence[KernelMover], stream: Stream) -> None:
+        self._device.record(self._own, stream)
+        for mover in movers:
+            mover._written = self._own
+
+    def _add_on_host(self, index: Index, values: torch.Tensor) -> None:
+        """For the dtypes without a kernel; waits for the current stream."""
+        self._device.before_kernels()
+        ids, new = index.ids.cpu(), values.cpu()
+        check_range(ids, len(self._rows.tensor), index.shape)
+        self.settle()
+        self._rows.tensor.index_add_(0, ids, new)
+
+    def settle(self) -> None:
+        """Contract 3: a host read waits for the scatters, a host write for the gathers too; never for the device."""
+        self._device.synchronize(self._written)
+        for event in self._reads.values():
+            self._device.synchronize(event)
+        self.poll()
+
+    def poll(self) -> None:
+        """A look at page-locked memory."""
+        for fault, is_distinct in zip(self._told, (False, True), strict=True):
+            if fault[0] == 2:  # noqa: PLR2004 - the kernel writes it last
+                _, value, position = fault.tolist()
+                fault[:] = 0
+                raise out_of_range(value, None if is_distinct else position, len(self._rows.tensor), None)
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._device.synchronize(self._written)
+        for event in self._reads.values():
+            self._device.synchronize(event)  # contract 6: kernels may still be reading this memory
+        for staging in self._ids:
+            staging.free()
+        self._faults = tuple(torch.zeros(2, 3, dtype=torch.int64, device="cpu"))
+        self._told = tuple(fault.numpy() for fault in self._faults)
+        self._budget.free(self._fault_block)

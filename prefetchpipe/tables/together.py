@@ -1,0 +1,127 @@
+"""Tables of one index: rows come ahead of use, and go back, together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefetchpipe.tables.ahead import RowsAhead
+from prefetchpipe.tables.index import Index
+from prefetchpipe.tables.kernelmover import KernelMover
+
+if TYPE_CHECKING:
+    from prefetchpipe.tables.table import HostTable
+
+__all__ = ["gather_ahead", "gather_rows", "write_back"]
+
+# ruff: noqa: SLF001 - the other half of HostTable
+
+
+def gather_ahead(tables: Sequence[HostTable], index: Index) -> list[RowsAhead]:
+    """Rows that are wanted later, on the copy stream; what is written back until then reaches them.
+
+    Args:
+        tables: Of one device.
+        index: A checked index of distinct ids, ascending.
+    """
+    first = tables[0]
+    device = first.where
+    with _locked(tables), torch.no_grad(), device.beside_captures():
+        # Contract 3: ids on the device come from the caller's stream.
+        device.record(first._handover, device.current_stream())
+        with device.on_copy_stream():
+            device.wait(device.copy_stream, first._handover)
+            rows = _gather(tables, index)
+        if index.resident:
+            device.record_use(index.ids, device.copy_stream)  # contract 4
+        ready = device.new_event()
+        device.record(ready, device.copy_stream)
+        aheads = [RowsAhead(table, device, index, some, ready) for table, some in zip(tables, rows, strict=True)]
+        for table, ahead in zip(tables, aheads, strict=True):
+            table._ahead = [ref for ref in table._ahead if ref() is not None]
+            table._ahead.append(weakref.ref(ahead))
+        return aheads
+
+
+def gather_rows(tables: Sequence[HostTable], index: Index) -> list[torch.Tensor]:
+    """As :meth:`HostTable.gather_rows` of each, [ids, dim] on the current stream."""
+    with _locked(tables):
+        return _gather(tables, index)
+
+
+def _gather(tables: Sequence[HostTable], index: Index) -> list[torch.Tensor]:
+    empty, count = tables[0].where.empty, len(index)
+    rows = [empty(torch.Size((count, table.shape[1])), (table.shape[1], 1), table.dtype) for table in tables]
+    for group in _groups(tables):
+        mover = tables[group[0]]._mover
+        if isinstance(mover, KernelMover):
+            mover.gather_all(_movers(tables, group), mover.place(index), [rows[number] for number in group])
+        else:
+            mover.gather(mover.place(index), rows[group[0]])
+    return rows
+
+
+def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.Tensor]) -> None:
+    """Write rows that the caller gives up, on the copy stream; rows gathered ahead get the new values.
+
+    Args:
+        tables: Of one device.
+        index: A checked index of distinct ids, ascending.
+        rows: For each table [ids, dim] on the device. They must not be changed afterwards.
+    """
+    first = tables[0]
+    device = first.where
+    with _locked(tables), torch.no_grad(), device.beside_captures():
+        stream = device.current_stream()
+        for table, new in zip(tables, rows, strict=True):
+            table.version += 1
+            for ref in table._ahead:
+                ahead = ref()
+                if ahead is not None:
+                    ahead.patch(index, new, stream)
+        # Contract 3: the rows are written after the step that makes them.
+        device.record(first._handover, stream)
+        with device.on_copy_stream():
+            device.wait(device.copy_stream, first._handover)
+            for group in _groups(tables):
+                some = [rows[number] for number in group]
+                mover = tables[group[0]]._mover
+                if isinstance(mover, KernelMover):
+                    mover.scatter_all(_movers(tables, group), mover.place(index), some, unique=True)
+                else:
+                    mover.scatter(mover.place(index), some[0], unique=True)
+        for new in rows:
+            device.record_use(new, device.copy_stream)  # contract 4: the copy stream still reads them
+        if index.resident:
+            device.record_use(index.ids, device.copy_stream)
+
+
+def _groups(tables: Sequence[HostTable]) -> list[list[int]]:
+    """Which of them go in one launch."""
+    groups: list[list[int]] = []
+    for number, table in enumerate(tables):
+        mover = table._mover
+        for group in groups:
+            first = tables[group[0]]._mover
+            if isinstance(first, KernelMover) and first.moves_with(mover):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    return groups
+
+
+def _movers(tables: Sequence[HostTable], group: Sequence[int]) -> list[KernelMover]:
+    return [mover for number in group if isinstance(mover := tables[number]._mover, KernelMover)]
+
+
+def _locked(tables: Sequence[HostTable]) -> ExitStack:
+    """All of their locks; in one order in every thread, so that two of them cannot wait for each other."""
+    stack = ExitStack()
+    for table in sorted(tables, key=id) if len(tables) > 1 else tables:
+        stack.enter_context(table._lock)
+    return stack
