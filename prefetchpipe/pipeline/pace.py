@@ -37,6 +37,8 @@ class Pace:
     Args:
         device: Its default generator is watched too.
         has_workers: Batches come from worker processes, so the data set itself cannot draw here.
+        comes_packed: They lie in pinned memory already: what ``next(loader)`` takes is mostly waiting for a worker,
+            which a thread does not shorten.
         packs_alone: The caller's thread packs with one thread (torchrun sets OMP_NUM_THREADS=1) where a thread of ours
             would pack with several.
         clock: Seconds.
@@ -51,6 +53,7 @@ class Pace:
         device: Device,
         *,
         has_workers: bool,
+        comes_packed: bool = False,
         packs_alone: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -58,6 +61,7 @@ class Pace:
         self._packs_alone = packs_alone
         self._clock = clock
         self._has_workers = has_workers
+        self._comes_packed = comes_packed
         self._batches = 0
         self._before: Any = None
         self._after: Any = None
@@ -76,9 +80,12 @@ class Pace:
         """Whether a thread may start: nothing was seen that forbids it, and enough was seen."""
         return not self._is_watching and not self.stays
 
+    def enter(self) -> None:
+        """The loop asks for a batch. What is waited for from here on, the device say, is not the loop's own work."""
+        self._body_seconds = self._clock() - self._returned
+
     def begin(self) -> None:
         """Before the loader is asked for a batch."""
-        self._body_seconds = self._clock() - self._returned
         if self._is_watching:
             self._before = global_random_state(self._device)
 
@@ -114,6 +121,11 @@ class Pace:
                 )
         self._after = after
 
+    @property
+    def pays_for_fetching(self) -> bool:
+        """Whether the loader alone takes so long that a thread pays whatever the batches are like."""
+        return bool(self._times) and min(fetch for fetch, *_ in self._times) > _QUICK_FETCH_SECONDS
+
     def _thread_pays(self, fetch_seconds: float, send_seconds: float) -> bool:
         """A hand-off pays if the loader or the loop has something to do meanwhile."""
         if self._batches > _SETTLED_BATCHES and self._batches % _SETTLED_BATCHES:
@@ -121,12 +133,14 @@ class Pace:
         self._times.append((fetch_seconds, send_seconds, self._body_seconds))
         # The least of each: a batch held up by another process says nothing.
         fetch, send, body = map(min, zip(*self._times, strict=True))
-        if len(self._times) < _FEWEST_BATCHES or (self._batches < _WARM_BATCHES and fetch < _SLOW_FETCH_SECONDS):
+        is_slow = fetch > _SLOW_FETCH_SECONDS and not self._comes_packed
+        if len(self._times) < _FEWEST_BATCHES or (self._batches < _WARM_BATCHES and not is_slow):
             return False
         if self._packs_alone and send > _SLOW_PACKING_SECONDS:
             self.reason = f"packing took {send * 1e6:.0f} us a batch with the one thread that torch may use here"
             return True
         times = f"loader {fetch * 1e6:.0f} us, packing {send * 1e6:.0f} us, the loop {body * 1e6:.0f} us a batch"
-        pays = fetch > _QUICK_FETCH_SECONDS or min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send
+        pays = fetch > _QUICK_FETCH_SECONDS and not self._comes_packed
+        pays = pays or min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send
         self.reason = f"a thread {'hides more than it costs' if pays else 'would cost more than it hides'}: {times}"
         return bool(pays)

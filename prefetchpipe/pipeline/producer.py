@@ -127,6 +127,7 @@ class Producer:
         return Pace(
             self._device,
             has_workers=torchloader.has_workers(self.source),
+            comes_packed=self._shared.twins.packs(self.source),
             packs_alone=torch.get_num_threads() == 1 and self._threads >= _SEVERAL_THREADS,
             clock=self._counters.clock,
         )
@@ -231,6 +232,8 @@ class Producer:
         """The short path: no hand-off between threads. None if a thread has taken over."""
         with self._inside:  # contract 1: a second consumer's thread waits for its turn
             self._insider = threading.get_ident()
+            if self._pace is not None:
+                self._pace.enter()
             try:
                 if self._options.fetch == "thread" and not self._threaded:
                     self._start("fetch='thread' was asked for")
@@ -269,7 +272,8 @@ class Producer:
         self._pace.begin()
         ticket = self._modes.call(self._produce, stream)
         if not ticket.final:
-            if self._pace.end(self._fetch_seconds, self._send_seconds) and not self._is_trying:
+            pays = self._pace.end(self._fetch_seconds, self._send_seconds)
+            if pays and (not self._waits_for_choice or self._pace.pays_for_fetching):
                 self._start(self._pace.reason)
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
@@ -282,12 +286,8 @@ class Producer:
         return self._threaded
 
     @property
-    def _is_trying(self) -> bool:
-        return self.plain is not None and self.plain.is_trying
-
-    @property
     def _waits_for_choice(self) -> bool:
-        """A device that is behind says nothing before: batches may be tiny, and a thread slower than either way."""
+        """Until then neither a device that is behind nor a busy loop calls for a thread: it may be the slowest of all."""
         return self.plain is not None and not self.plain.is_over
 
     def take_plainly(self) -> Any:

@@ -88,6 +88,11 @@ class Twins:
         if iterable is not self._loader:
             setattr(source, _TABLE, getattr(iterable, _TABLE))
 
+    @staticmethod
+    def packs(source: Any) -> bool:
+        """Whether the workers behind ``source`` write into shared memory."""
+        return getattr(source, _TABLE, None) is not None
+
     def is_broken(self, source: Any) -> bool:
         """Whether what the workers behind ``source`` send cannot be relied upon any more."""
         table = getattr(source, _TABLE, None)

@@ -11,10 +11,14 @@ import torch
 from prefetchpipe.batch.move import array_to_tensor
 from prefetchpipe.device.base import Device
 
-__all__ = ["PAD", "Index", "check_range", "out_of_range", "read_index"]
+__all__ = ["FEW_IDS", "PAD", "Index", "check_range", "out_of_range", "read_index"]
 
 PAD = (1 << 63) - 1
 """Stands behind the distinct ids where their number is known to the device only: no row at all."""
+
+FEW_IDS = 1 << 17
+"""Up to here NumPy looks at ids, in this thread: torch wakes others from 32,768 on, for some 10 us of work, and on a
+busy machine of many cores waits long for the last of them (docs/performance.md)."""
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -69,7 +73,11 @@ def check_range(ids: torch.Tensor, rows: int, shape: tuple[int, ...]) -> None:
     """Ids in host memory: from 0 to ``rows - 1``, or an ``IndexError`` that names the first that is not."""
     if not ids.numel():
         return
-    low, high = torch.aminmax(ids)
+    if ids.numel() <= FEW_IDS:
+        array = ids.numpy()
+        low, high = array.min(), array.max()
+    else:
+        low, high = torch.aminmax(ids)
     if int(low) >= 0 and int(high) < rows:
         return
     position = int(((ids < 0) | (ids >= rows)).nonzero()[0])

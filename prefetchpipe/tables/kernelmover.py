@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from prefetchpipe.device.base import Device, Event, HostBlock, Stream
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.tables.distinct import Distinct
-from prefetchpipe.tables.index import Index, check_range, out_of_range
+from prefetchpipe.tables.index import FEW_IDS, Index, check_range, out_of_range
 from prefetchpipe.tables.kernels import RowKernels
 from prefetchpipe.tables.memory import HostRows, Staging
 from prefetchpipe.tables.ways import Ways
@@ -54,7 +55,11 @@ class KernelMover:
             self._ids.reverse()
             staging = self._ids[0]
             buffer = staging.acquire(nbytes)
-            buffer.view(torch.int64).copy_(index.ids)
+            target = buffer.view(torch.int64)
+            if len(index) <= FEW_IDS:
+                np.copyto(target.numpy(), index.ids.numpy())
+            else:
+                target.copy_(index.ids)
             stream = self._device.current_stream()
             self._device.copy(ids, buffer, stream)
             staging.leave(stream)

@@ -211,6 +211,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 @pytest.mark.parametrize("kind", list(SPARSE))
 def test_c12_sparse_adjacency_matrices(device: Any, kind: str) -> None:
     source = SPARSE[kind]()

@@ -192,6 +192,7 @@ def test_slow_packing_with_one_thread_is_handed_to_several(packs_alone: bool, pa
     pace = Pace(cpu_device_at(0), has_workers=False, packs_alone=packs_alone)
     started = False
     for _ in range(8):
+        pace.enter()
         pace.begin()
         pace._body_seconds = 0.0  # a loop that does nothing but wait: else a thread would pay anyway
         started = started or pace.end(1e-6, packing)
