@@ -287,7 +287,7 @@ class Producer:
 
     @property
     def _waits_for_choice(self) -> bool:
-        """Until then neither a device that is behind nor a busy loop calls for a thread: it may be the slowest of all."""
+        """Until then neither a device that is behind nor a busy loop calls for a thread, which may be the slowest."""
         return self.plain is not None and not self.plain.is_over
 
     def take_plainly(self) -> Any:
