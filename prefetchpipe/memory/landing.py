@@ -158,14 +158,28 @@ class LandingSlots:
         return tensor, weakref.ref(buffer)
 
     def release_after(self, shown: weakref.ref[Any], slot: LandingSlot) -> None:
-        """As :meth:`release`; a slot that some tensor still shows is that tensor's from here on (contract 2)."""
+        """As :meth:`release`; a slot that some tensor still shows is that tensor's from here on (contract 2).
+
+        It comes back with the tensor, if no other has taken its place by then: the variable of a loop shows the last batch
+        until the next pass begins (contract 14).
+        """
         buffer = shown()
         if buffer is None:
             self.release(slot)
             return
-        weakref.finalize(buffer, self._free_block, slot).atexit = False
+        weakref.finalize(buffer, self._take_in, slot).atexit = False
         with self._lock:
             self._count -= 1
+
+    def _take_in(self, slot: LandingSlot) -> None:
+        if self._pid != os.getpid():
+            return  # as below
+        with self._lock:
+            if not self._is_closed and self._count < self._limit:
+                self._count += 1
+                self._free.append(slot)
+                return
+        self._free_block(slot)
 
     def _come_back(self, slot: LandingSlot) -> None:
         if self._pid != os.getpid():

@@ -564,6 +564,19 @@ def test_c14_pinned_memory_is_bounded_and_reused(stream_device: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("borrow", [False, True])
+def test_c14_a_loops_variable_costs_no_slot_a_pass(stream_device: Any, borrow: bool) -> None:
+    device = stream_device
+    source = Source(lambda index: filled(device, index, LARGE), 6)
+    prefetcher = HostPrefetcher(source, 2, device=device, borrow=borrow)
+    for _ in range(4):
+        for index, batch in enumerate(prefetcher):
+            assert float(batch[-1]) == index
+        assert float(batch[-1]) == 5
+    assert prefetcher.stats().pinned_allocations == 4
+
+
+@pytest.mark.slow
 def test_c14_small_leaves_that_are_kept_hold_no_slot(stream_device: Any) -> None:
     device = stream_device
     source = Source(lambda index: (filled(device, index, LARGE), filled(device, index, 4)), 6)
