@@ -132,6 +132,7 @@ class _Pass(Iterator[Any]):
                 self._plain = None
             else:
                 self._plain.after(self._left, ticket.nbytes)
+        producer.stepped(self._left)
         return batch
 
     def _note_state(self, producer: Producer, ticket: Ticket) -> None:

@@ -160,8 +160,8 @@ class LandingSlots:
     def release_after(self, shown: weakref.ref[Any], slot: LandingSlot) -> None:
         """As :meth:`release`; a slot that some tensor still shows is that tensor's from here on (contract 2).
 
-        It comes back with the tensor, if no other has taken its place by then: the variable of a loop shows the last batch
-        until the next pass begins (contract 14).
+        It comes back with the tensor, if no other has taken its place by then: the variable of a loop shows the last
+        batch until the next pass begins (contract 14).
         """
         buffer = shown()
         if buffer is None:

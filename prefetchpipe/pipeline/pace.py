@@ -46,6 +46,8 @@ class Pace:
     Attributes:
         stays: The caller fetches for the whole pass.
         reason: Why things are as they are, for ``stats()``.
+        is_for_loop: A thread seems to pay for what the loop does meanwhile, which has to be tried
+            (:class:`~prefetchpipe.pipeline.threadtrial.ThreadTrial`); else for the loader's or the packing's own sake.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Pace:
         self._body_seconds = 0.0
         self._times: deque[tuple[float, float, float]] = deque(maxlen=_RECENT_BATCHES)
         self.stays = False
+        self.is_for_loop = False
         self.reason = "the first batches of a pass are fetched here, to see whether the loader draws random numbers"
 
     @property
@@ -121,11 +124,6 @@ class Pace:
                 )
         self._after = after
 
-    @property
-    def pays_for_fetching(self) -> bool:
-        """Whether the loader alone takes so long that a thread pays whatever the batches are like."""
-        return bool(self._times) and min(fetch for fetch, *_ in self._times) > _QUICK_FETCH_SECONDS
-
     def _thread_pays(self, fetch_seconds: float, send_seconds: float) -> bool:
         """A hand-off pays if the loader or the loop has something to do meanwhile."""
         if self._batches > _SETTLED_BATCHES and self._batches % _SETTLED_BATCHES:
@@ -136,11 +134,13 @@ class Pace:
         is_slow = fetch > _SLOW_FETCH_SECONDS and not self._comes_packed
         if len(self._times) < _FEWEST_BATCHES or (self._batches < _WARM_BATCHES and not is_slow):
             return False
+        self.is_for_loop = False
         if self._packs_alone and send > _SLOW_PACKING_SECONDS:
             self.reason = f"packing took {send * 1e6:.0f} us a batch with the one thread that torch may use here"
             return True
         times = f"loader {fetch * 1e6:.0f} us, packing {send * 1e6:.0f} us, the loop {body * 1e6:.0f} us a batch"
         pays = fetch > _QUICK_FETCH_SECONDS and not self._comes_packed
-        pays = pays or min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send
+        self.is_for_loop = not pays and min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send
+        pays = pays or self.is_for_loop
         self.reason = f"a thread {'hides more than it costs' if pays else 'would cost more than it hides'}: {times}"
         return bool(pays)

@@ -22,6 +22,7 @@ from prefetchpipe.pipeline.pace import Pace
 from prefetchpipe.pipeline.plainway import NOT_PLAIN, PlainWay, copied_plainly
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
+from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.pipeline.ticket import Ticket, end_ticket, failed_ticket
 from prefetchpipe.pipeline.transfer import Transfer
 from prefetchpipe.pipeline.waking import ReadyQueue, wait_ready
@@ -33,6 +34,9 @@ __all__ = ["LEAVE_SECONDS", "Producer", "exiting"]
 
 LEAVE_SECONDS = 0.5
 """How long leaving a pass waits for a loader that is in the middle of a batch; its thread ends by itself later."""
+
+_RETIRE_SECONDS = 0.05
+"""How long a loop waits for its thread to end, once that was found not to pay; one that is held up stays."""
 
 _SEVERAL_THREADS = 4
 _HEAVY_FETCH_SECONDS = 2e-3
@@ -111,13 +115,22 @@ class Producer:
         self._on_caller_stream = False
         self._threads = self._options.copy_threads or usable_cores()
         self.transfer.packers = Packers(self._threads // 2, f"prefetchpipe-packing-{self._number}")
-        self._pace = self._chosen_pace()
-        self.plain = PlainWay.for_pass(shared, suits=type(self) is Producer and not torchloader.has_workers(source))
+        self._choose_ways()
         if self._device.staged:
             # Contract 3: work that the caller has queued may be writing what the loader or the transform will read.
             event = self._device.new_event()
             self._device.record(event, self._device.current_stream())
             self._device.wait(self._device.copy_stream, event)
+
+    def _choose_ways(self) -> None:
+        self._is_tried = self._is_retiring = False
+        self._retired = threading.Event()
+        has_workers = torchloader.has_workers(self.source)
+        self._pace = self._chosen_pace()
+        self._trial: ThreadTrial | None = None
+        if self._pace is not None and self._shared.thread_pays is None:
+            self._trial = ThreadTrial(has_workers=has_workers)
+        self.plain = PlainWay.for_pass(self._shared, suits=type(self) is Producer and not has_workers)
 
     def _chosen_pace(self) -> Pace | None:
         fetch = self._options.fetch
@@ -165,19 +178,22 @@ class Producer:
             raise self._closed()
         if self._predecessor is not None:
             self._follow()
-        if not self._ready.empty():
-            if self._fetch_seconds > _HEAVY_FETCH_SECONDS and self._threaded:
-                self._probe_gil()
-            return self._ready.get()
-        if not self._threaded:
-            with self._device.beside_captures():
-                ticket = self._take_here(stream)
+        while True:
+            ticket = self._ready.poll()
+            if ticket is not None:
+                if self._fetch_seconds > _HEAVY_FETCH_SECONDS and self._threaded:
+                    self._probe_gil()
+                return ticket
+            if not self._threaded:
+                with self._device.beside_captures():
+                    ticket = self._take_here(stream)
+            if ticket is None:
+                ticket = self._wait()
             if ticket is not None:
                 return ticket
-        return self._wait()
 
-    def _wait(self) -> Ticket:
-        """For a ticket of the thread's."""
+    def _wait(self) -> Ticket | None:
+        """For a ticket of the thread's; None if that has just retired."""
         if self._thread is None:
             with self._inside:  # another consumer's thread is just starting it
                 pass
@@ -185,9 +201,13 @@ class Producer:
         if (thread is None or not thread.is_alive()) and self._ready.empty():
             if self._ended and not self._stopping:
                 return end_ticket()  # another consumer's thread has taken the end
+            if thread is None and not self._threaded and not self._stopping:
+                return None
             raise self._closed()  # a forked child, say, which has no thread
         started, ready = self._begin_wait(), 0.0
         try:
+            if not self._threaded:  # from here on it would not have retired
+                return None
             ticket = self._ready.get()
             ready = ticket.sent_at
         except Exception:
@@ -273,17 +293,72 @@ class Producer:
         ticket = self._modes.call(self._produce, stream)
         if not ticket.final:
             pays = self._pace.end(self._fetch_seconds, self._send_seconds)
-            if pays and (not self._waits_for_choice or self._pace.pays_for_fetching):
+            if pays and (not self._pace.is_for_loop or self._may_try_thread()):
                 self._start(self._pace.reason)
+                self._is_tried = self._trial is not None and self._threaded and self._pace.is_for_loop
+                if self._trial is not None:
+                    self._trial.thread_starts()
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
-                self._shared.note_path("caller", self._pace.reason)
+                later = "; that is tried after some more batches" if pays and self._shared.thread_pays is None else ""
+                self._shared.note_path("caller", self._shared.thread_reason or self._pace.reason + later)
         return ticket
 
     @property
     def is_threaded(self) -> bool:
         """Whether a thread fetches."""
         return self._threaded
+
+    def _may_try_thread(self) -> bool:
+        """A thread for what the loop does meanwhile: once it is known what a step takes without."""
+        if self._waits_for_choice or self._shared.thread_pays is False:
+            return False
+        return self._trial is None or self._trial.is_ready
+
+    def stepped(self, now: float) -> None:
+        """A batch was handed out, at ``now`` by the counters' clock."""
+        trial = self._trial
+        if trial is None or self._waits_for_choice:
+            return
+        if not self._threaded:
+            trial.without_thread(now)
+            return
+        stays = trial.with_thread(now) if self._is_tried else True
+        if stays is None:
+            return
+        self._trial = None
+        if self._is_tried:
+            self._shared.thread_pays = stays
+            if not stays and self._retire_thread():
+                self._shared.thread_reason = (
+                    f"a thread was tried: {trial.thread_seconds * 1e6:.0f} us a step, without it "
+                    f"{trial.usual_seconds * 1e6:.0f} us"
+                )
+                self._shared.note_path("caller", self._shared.thread_reason)
+
+    def _retire_thread(self) -> bool:
+        """The caller fetches again; whether the thread has ended. It does behind the batch that it is at."""
+        thread = self._thread
+        self._is_retiring = True
+        self._credits.put(_WAITING)
+        self._retired.wait(_RETIRE_SECONDS)
+        with self._shared.lock:
+            self._is_retiring = False
+            has_retired = not self._threaded
+        if has_retired and thread is not None:
+            thread.join()  # contract 9; it does nothing but return
+        return has_retired
+
+    def _retires(self, credit: Any, aside: int) -> bool:
+        """In the thread: whether it goes, with all credits where the caller finds them (contract 8)."""
+        with self._shared.lock:
+            if not self._is_retiring or self._consumers_waiting or self._stopping:  # somebody waits for the thread
+                return False
+            for unused in [credit] * (credit is not _WAITING) + [None] * aside:
+                self._credits.put(unused)
+            self._threaded = False
+            self._thread = None
+            return True
 
     @property
     def _waits_for_choice(self) -> bool:
@@ -479,38 +554,48 @@ class Producer:
         return True
 
     def _run(self) -> None:
+        retires = False
         try:
             self._device.bind_thread()
             limit_packing_threads(self._threads)
-            aside = 0  # credits not used, since the pass is held back
-            while not self._ended and not self._stopping:
-                credit = self._credits.get()  # contract 8
-                if credit is _STOP:
-                    break
-                if credit is _WAITING:
-                    if not aside:
-                        continue
-                    aside -= 1
-                else:
-                    self._wait_until_done(credit)
-                with self._inside:
-                    if self.is_stopping:
-                        break
-                    if self._is_held_back and not self._consumers_waiting:
-                        aside += 1
-                        continue
-                    self._insider = threading.get_ident()
-                    ticket = self._produce(None)
-                    self._insider = 0
-                self._ended = ticket.final
-                self._ready.put(ticket)
-                del ticket
+            retires = self._fetch_ahead()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it (contract 7)
             self._ready.put(failed_ticket(error))
         finally:
-            self._insider = 0
-            if self._stopping:
-                self._release()
+            if not retires:  # else a consumer may be inside by now
+                self._insider = 0
+                if self._stopping:
+                    self._release()
+            self._retired.set()
+
+    def _fetch_ahead(self) -> bool:
+        """In the thread, until the pass is over; True: until the caller fetches again."""
+        aside = 0  # credits not used, since the pass is held back
+        while not self._ended and not self._stopping:
+            credit = self._credits.get()  # contract 8
+            if credit is _STOP:
+                break
+            if self._is_retiring and self._retires(credit, aside):
+                return True
+            if credit is _WAITING:
+                if not aside:
+                    continue
+                aside -= 1
+            else:
+                self._wait_until_done(credit)
+            with self._inside:
+                if self.is_stopping:
+                    break
+                if self._is_held_back and not self._consumers_waiting:
+                    aside += 1
+                    continue
+                self._insider = threading.get_ident()
+                ticket = self._produce(None)
+                self._insider = 0
+            self._ended = ticket.final
+            self._ready.put(ticket)
+            del ticket
+        return False
 
     def _produce(self, stream: Stream) -> Ticket:
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""

@@ -66,6 +66,9 @@ class Shared:
         self.plain_pays: bool | None = None
         """Whether the plain loop's way is quicker (:mod:`prefetchpipe.pipeline.plainway`); None: not tried."""
         self.plain_reason = ""
+        self.thread_pays: bool | None = None
+        """Whether a thread that was to hide the loop's own work has done so; None: not tried."""
+        self.thread_reason = ""
         self.usual_step_seconds = 0.0
         self.newest: weakref.ref[Producer] | None = None
         self.state: CapturedState | None = None

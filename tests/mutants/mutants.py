@@ -376,14 +376,30 @@ MUTANTS = (
     Mutant(
         "the end and an error overtake the batches before them",
         PRODUCER,
-        "self._ended = ticket.final\n                self._ready.put(ticket)",
-        "self._ended = ticket.final\n                while ticket.final and not self._ready.empty():\n"
-        "                    self._ready.get()\n                self._ready.put(ticket)",
+        "self._ended = ticket.final\n            self._ready.put(ticket)",
+        "self._ended = ticket.final\n            while ticket.final and not self._ready.empty():\n"
+        "                self._ready.get()\n            self._ready.put(ticket)",
         7,
         _ordering(
             "test_c7_an_error_arrives_after_the_batches_before_it",
             "test_c1_the_end_arrives_after_the_batches_before_it",
         ),
+    ),
+    Mutant(
+        "a thread that retires takes its credit along",
+        PRODUCER,
+        "for unused in [credit] * (credit is not _WAITING) + [None] * aside:",
+        "for unused in []:",
+        8,
+        ("tests/unit/test_thread_trial.py::test_c8_the_caller_finds_all_credits_when_the_thread_has_retired",),
+    ),
+    Mutant(
+        "a thread retires while a consumer waits for it",
+        PRODUCER,
+        "if not self._is_retiring or self._consumers_waiting or self._stopping:",
+        "if not self._is_retiring or self._stopping:",
+        1,
+        ("tests/unit/test_thread_trial.py::test_c1_a_thread_that_somebody_waits_for_stays",),
     ),
     Mutant(
         "only one of several waiting threads hears of the end",

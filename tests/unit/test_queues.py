@@ -157,8 +157,8 @@ def test_workers_need_no_feeder_thread_in_this_process() -> None:
     from prefetchpipe import GPUPrefetcher
 
     loader = DataLoader(range(40), batch_size=2, num_workers=2)
-    seen: set[str] = set()
+    before, seen = set(threading.enumerate()), set()
     with GPUPrefetcher(loader, "cpu", workers="shared") as prefetcher:
         for _ in prefetcher:
-            seen.update(thread.name for thread in threading.enumerate())
-    assert "QueueFeederThread" not in seen
+            seen |= set(threading.enumerate()) - before
+    assert "QueueFeederThread" not in {thread.name for thread in seen}

@@ -1,0 +1,200 @@
+"""A thread that was started for what the loop does meanwhile: kept where it makes the steps shorter (contract 16)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from prefetchpipe import GPUPrefetcher
+from prefetchpipe.pipeline.threadtrial import ThreadTrial
+from prefetchpipe.testing import SimulatedDevice
+from tests.support import TIMEOUT, Thread, join_ours, our_threads
+
+
+def filled(index: int) -> torch.Tensor:
+    return torch.full((64,), float(index + 1))
+
+
+class Steps:
+    """A loop whose parts take as long as they say, by the prefetcher's clock."""
+
+    def __init__(self, *, usual: float, threaded: float, count: int = 400) -> None:
+        self.device = SimulatedDevice()
+        self.prefetcher = GPUPrefetcher([filled(index) for index in range(count)], self.device)
+        self._usual, self._threaded = usual, threaded
+        self._shared = self.prefetcher._shared
+        self.now = 0.0
+        self._shared.counters.clock = lambda: self.now
+
+    def run(self) -> tuple[list[float], list[str]]:
+        """The first values of the batches, and the path of each."""
+        values, paths = [], []
+        for batch in self.prefetcher:
+            self.device.synchronize()
+            values.append(float(batch[0]))
+            paths.append(self._shared.counters.path)
+            self.now += self._threaded if paths[-1] == "thread" else self._usual
+        return values, paths
+
+
+def test_a_thread_that_makes_steps_longer_retires() -> None:
+    """The loop works for a millisecond: a thread would seem to hide what is sent meanwhile."""
+    before = our_threads()
+    steps = Steps(usual=1e-3, threaded=2e-3)
+    # What is sent takes time too, or there is nothing to hide.
+    pace_sees_sending(steps, 2e-4)
+    values, paths = steps.run()
+    assert values == list(range(1, 401))
+    assert "thread" in paths
+    assert paths[-200:] == ["caller"] * 200
+    assert "a thread was tried: 2" in steps.prefetcher.stats().path_reason
+    assert not join_ours(before)
+    values, paths = steps.run()  # a later pass knows
+    assert values == list(range(1, 401))
+    assert "thread" not in paths
+
+
+def test_a_thread_that_makes_steps_shorter_stays() -> None:
+    steps = Steps(usual=1e-3, threaded=5e-4)
+    pace_sees_sending(steps, 2e-4)
+    values, paths = steps.run()
+    assert values == list(range(1, 401))
+    assert paths[-200:] == ["thread"] * 200
+    steps.prefetcher.close()
+
+
+def pace_sees_sending(steps: Steps, seconds: float) -> None:
+    """Sending a batch takes so long by the clock."""
+    transfer = type(steps._shared.lease_transfer())
+    send = transfer.send
+
+    def slow(self: Any, *args: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            steps.now += seconds
+        return send(self, *args, **options)
+
+    steps._shared.lease_transfer = lease_with(steps._shared.lease_transfer, slow)  # type: ignore[method-assign]
+
+
+def lease_with(lease: Callable[[], Any], send: Callable[..., Any]) -> Callable[[], Any]:
+    def leased() -> Any:
+        transfer = lease()
+        transfer.send = send.__get__(transfer)
+        return transfer
+
+    return leased
+
+
+# Retiring itself
+
+
+def threaded_pass(loader: Any, depth: int = 2) -> tuple[Any, Any]:
+    """An iterator whose producer has just started its thread, and the producer."""
+    prefetcher = GPUPrefetcher(loader, SimulatedDevice(), depth=depth)
+    iterator: Any = iter(prefetcher)
+    for _ in range(8):
+        next(iterator)
+    producer = iterator._producer
+    with producer._inside:
+        assert producer._threaded or producer._start("a test")
+    return iterator, producer
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_c8_the_caller_finds_all_credits_when_the_thread_has_retired(depth: int) -> None:
+    iterator, producer = threaded_pass([filled(index) for index in range(40)], depth)
+    values = []
+    for batch in iterator:
+        iterator._device.synchronize()
+        values.append(float(batch[0]))
+        if len(values) == 10:
+            assert producer._retire_thread()
+    assert values == list(range(9, 41))
+
+
+def test_c8_nothing_is_lost_of_what_it_had_fetched() -> None:
+    fetched = []
+
+    def rows() -> Iterator[torch.Tensor]:
+        for index in range(40):
+            fetched.append(index)
+            yield filled(index)
+
+    iterator, producer = threaded_pass(rows(), 4)
+    assert producer._retire_thread()
+    iterator._device.synchronize()
+    assert [float(batch[0]) for batch in iterator] == list(range(9, 41))
+
+
+def test_c1_a_thread_that_somebody_waits_for_stays() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[torch.Tensor]:
+        for index in range(20):
+            if index == 8:
+                inside.set()
+                assert leave.wait(TIMEOUT)
+            yield filled(index)
+
+    iterator, producer = threaded_pass(rows())
+    assert inside.wait(TIMEOUT)
+    others = [Thread(lambda: next(iterator)) for _ in range(2)]
+    while producer._consumers_waiting < 2:
+        time.sleep(0.001)
+    producer._is_retiring = True
+    leave.set()
+    for other in others:
+        other.result()
+    assert len(list(iterator)) == 10
+
+
+def test_a_thread_that_is_held_up_stays() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[torch.Tensor]:
+        for index in range(20):
+            if index == 9:
+                inside.set()
+                assert leave.wait(TIMEOUT)
+            yield filled(index)
+
+    iterator, producer = threaded_pass(rows())
+    assert inside.wait(TIMEOUT)
+    assert not producer._retire_thread()
+    leave.set()
+    assert len(list(iterator)) == 12
+
+
+def test_an_error_of_the_loader_while_the_thread_is_to_retire() -> None:
+    def rows() -> Iterator[torch.Tensor]:
+        for index in range(9):
+            yield filled(index)
+        raise ValueError("batch 9")
+
+    iterator, producer = threaded_pass(rows())
+    producer._retire_thread()
+    next(iterator)
+    with pytest.raises(ValueError, match="batch 9"):
+        next(iterator)
+
+
+def test_windows_of_the_trial() -> None:
+    trial, now = ThreadTrial(has_workers=False), 0.0
+    for _ in range(30):
+        now += 1.0
+        trial.without_thread(now)
+    assert trial.usual_seconds == 1.0
+    trial.thread_starts()
+    answers = []
+    for _ in range(60):
+        now += 0.5
+        answers.append(trial.with_thread(now))
+        if answers[-1] is not None:
+            break
+    assert answers[-1] is True
+    assert trial.thread_seconds == 0.5
