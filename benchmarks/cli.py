@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     charts.add_argument("--out", type=Path, default=None, help="folder; default: beside the results file")
     charts.set_defaults(command=_charts)
 
-    readme = commands.add_parser("readme", help="rewrite README.md's table from the newest results file")
-    readme.add_argument("result", type=Path, nargs="?")
+    readme = commands.add_parser("readme", help="rewrite README.md's tables from results files; default: the newest")
+    readme.add_argument("results", type=Path, nargs="*")
     readme.add_argument("--readme", type=Path, default=_README)
     readme.set_defaults(command=_readme)
 
@@ -203,10 +203,13 @@ def _draw(result: schema.Result, folder: Path) -> int:
 def _readme(options: argparse.Namespace) -> int:
     from benchmarks.readme import rewrite
 
-    path = _chosen(options.result).resolve()
     root = options.readme.resolve().parent
-    shown = path.relative_to(root) if path.is_relative_to(root) else path
-    text = rewrite(options.readme.read_text(encoding="utf-8"), schema.load(path), shown.as_posix())
+    results = []
+    for chosen in options.results or [None]:
+        path = _chosen(chosen).resolve()
+        shown = path.relative_to(root) if path.is_relative_to(root) else path
+        results.append((schema.load(path), shown.as_posix()))
+    text = rewrite(options.readme.read_text(encoding="utf-8"), results)
     options.readme.write_text(text, encoding="utf-8")
     return 0
 

@@ -1,11 +1,12 @@
-"""Keeps the performance section of the README equal to the newest results file."""
+"""Keeps the performance section of the README equal to results files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.schema import Result
-from benchmarks.table import summary
+from benchmarks.table import explanation, heading, limits_line, race_table, summary_table, values_table
 
 __all__ = ["BEGIN", "END", "rewrite"]
 
@@ -13,8 +14,8 @@ BEGIN = "<!-- performance table -->"
 END = "<!-- /performance table -->"
 
 
-def rewrite(text: str, result: Result, results_file: str) -> str:
-    """``text`` with the block between the two markers made anew.
+def rewrite(text: str, results: Sequence[tuple[Result, str]]) -> str:
+    """``text`` with the block between the two markers made anew: one part for each result and the path of its file.
 
     Raises:
         ValueError: The markers are not there once each, in order.
@@ -23,5 +24,18 @@ def rewrite(text: str, result: Result, results_file: str) -> str:
         raise ValueError(f"the text needs {BEGIN} and {END} once each, in this order")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    made = f"Made by `python -m benchmarks readme` from [{Path(results_file).name}]({results_file})."
-    return f"{before}{BEGIN}\n{summary(result)}\n\n{made}\n{END}{after}"
+    parts = [f"{explanation()} Made by `python -m benchmarks readme`."]
+    first = results[0][0] if results else None
+    races = [race for result, _ in results if (race := race_table(result))]
+    for result, file in results:
+        is_same = first is not None and (first.machine, first.versions) == (result.machine, result.versions)
+        what = (
+            heading(result)
+            if result is first or not is_same
+            else f"same machine and versions, commit {result.git_commit}."
+        )
+        parts += [f"[{Path(file).name}]({file}): {what} {limits_line(result)}".strip()]
+        parts += [summary_table(result), values_table(result)]
+    parts += races[:1]
+    block = "\n\n".join(part for part in parts if part)
+    return f"{before}{BEGIN}\n{block}\n{END}{after}"

@@ -6,30 +6,43 @@ from collections.abc import Sequence
 
 from benchmarks.schema import OURS, Cell, RaceCount, Regime, Result, RowResult
 
-__all__ = ["REGIMES", "full_table", "heading", "limits_line", "race_table", "summary", "summary_table", "values_table"]
+__all__ = [
+    "REGIMES",
+    "explanation",
+    "full_table",
+    "heading",
+    "limits_line",
+    "race_table",
+    "summary",
+    "summary_table",
+    "values_table",
+]
 
 REGIMES = {"transfer": "transfer-bound", "balanced": "balanced", "compute": "compute-bound"}
 
 
 def summary(result: Result) -> str:
     """The block of the README: what ran where, times, wrong batches, other measurements, what was missing."""
-    parts = [heading(result), summary_table(result), race_table(result), values_table(result), _missing(result)]
+    start = f"{heading(result)} {explanation()}", limits_line(result)
+    parts = [*start, summary_table(result), race_table(result), values_table(result), _missing(result)]
     return "\n\n".join(part for part in parts if part)
 
 
-def heading(result: Result) -> str:
-    """One paragraph: machine, versions, limits, and how to read the table."""
-    chosen = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy")
-    versions = ", ".join(f"{name} {result.versions[name]}" for name in chosen if name in result.versions)
-    machine = result.machine.get("name", "unknown machine")
-    text = (
-        f"{machine[:1].upper()}{machine[1:]}; {versions}; {result.date[:10]}, commit {result.git_commit}. "
+def explanation() -> str:
+    """How to read the table."""
+    return (
         "Milliseconds per batch, medians of interleaved repeats, ± half the range. *Ideal* is the largest of compute, "
         "bytes over the link, and what the source takes at best; *best right peer* is the fastest other loop that gave "
         "no wrong batch in the race; *tuned plain* is the fastest of `.to`, pinned and `DataLoader(pin_memory=True)`."
     )
-    line = limits_line(result)
-    return f"{text}\n\n{line}" if line else text
+
+
+def heading(result: Result) -> str:
+    """Machine, versions, date, commit."""
+    chosen = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy")
+    versions = ", ".join(f"{name} {result.versions[name]}" for name in chosen if name in result.versions)
+    machine = result.machine.get("name", "unknown machine")
+    return f"{machine[:1].upper()}{machine[1:]}; {versions}; {result.date[:10]}, commit {result.git_commit}."
 
 
 def limits_line(result: Result) -> str:

@@ -142,5 +142,8 @@ class Pace:
         pays = fetch > _QUICK_FETCH_SECONDS and not self._comes_packed
         self.is_for_loop = not pays and min(body, fetch + send) > _HANDOFF_SECONDS + _HANDOFF_SHARE * send
         pays = pays or self.is_for_loop
-        self.reason = f"a thread {'hides more than it costs' if pays else 'would cost more than it hides'}: {times}"
+        if self.is_for_loop:
+            self.reason = f"a thread may hide more than it costs: {times}"
+        else:
+            self.reason = f"a thread {'hides more than it costs' if pays else 'would cost more than it hides'}: {times}"
         return bool(pays)

@@ -129,7 +129,8 @@ class Producer:
         self._pace = self._chosen_pace()
         self._trial: ThreadTrial | None = None
         if self._pace is not None and self._shared.thread_pays is None:
-            self._trial = ThreadTrial(has_workers=has_workers)
+            self._trial = self._shared.thread_trial = self._shared.thread_trial or ThreadTrial(has_workers=has_workers)
+            self._trial.pass_begins()
         self.plain = PlainWay.for_pass(self._shared, suits=type(self) is Producer and not has_workers)
 
     def _chosen_pace(self) -> Pace | None:
@@ -300,8 +301,7 @@ class Producer:
                     self._trial.thread_starts()
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
-                later = "; that is tried after some more batches" if pays and self._shared.thread_pays is None else ""
-                self._shared.note_path("caller", self._shared.thread_reason or self._pace.reason + later)
+                self._shared.note_path("caller", self._shared.thread_reason or self._pace.reason)
         return ticket
 
     @property
@@ -310,10 +310,13 @@ class Producer:
         return self._threaded
 
     def _may_try_thread(self) -> bool:
-        """A thread for what the loop does meanwhile: once it is known what a step takes without."""
+        """A thread for what the loop does meanwhile: once it is known what a step takes without.
+
+        Passes too short for that go with a thread from the second one on.
+        """
         if self._waits_for_choice or self._shared.thread_pays is False:
             return False
-        return self._trial is None or self._trial.is_ready
+        return self._trial is None or self._trial.is_ready or self._shared.counters.passes > 1
 
     def stepped(self, now: float) -> None:
         """A batch was handed out, at ``now`` by the counters' clock."""

@@ -20,6 +20,7 @@ from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options, usable_cores
 from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError
 from prefetchpipe.pipeline.producer import Producer
+from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.timing import CopyTimer
 from prefetchpipe.pipeline.transfer import Transfer
@@ -66,6 +67,7 @@ class Shared:
         self.plain_pays: bool | None = None
         """Whether the plain loop's way is quicker (:mod:`prefetchpipe.pipeline.plainway`); None: not tried."""
         self.plain_reason = ""
+        self.thread_trial: ThreadTrial | None = None
         self.thread_pays: bool | None = None
         """Whether a thread that was to hide the loop's own work has done so; None: not tried."""
         self.thread_reason = ""

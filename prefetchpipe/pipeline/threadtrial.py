@@ -19,7 +19,7 @@ _CLEARLY = 0.97
 
 
 class ThreadTrial:
-    """Sees when each batch of a pass is handed out.
+    """Sees when each batch is handed out, pass after pass.
 
     Args:
         has_workers: Batches come from worker processes.
@@ -41,6 +41,10 @@ class ThreadTrial:
     def is_ready(self) -> bool:
         """Whether it is known what a step takes without a thread."""
         return self.usual_seconds < float("inf")
+
+    def pass_begins(self) -> None:
+        """What earlier passes have shown is kept; windows do not reach from one into the next."""
+        self._batches = 0
 
     def without_thread(self, now: float) -> None:
         """A batch was handed out that the caller fetched."""

@@ -24,7 +24,7 @@ from benchmarks.rows.base import LoaderRow
 from benchmarks.rows.ranks import _devices, _Rank
 from benchmarks.rows.ready import dlrm_batch, images_batch
 from benchmarks.schema import Cell, RaceCount, Regime, Result, RowResult, Value
-from benchmarks.table import full_table, race_table, summary, summary_table
+from benchmarks.table import full_table, race_table, summary_table
 from tests.support import worker_processes
 
 
@@ -106,16 +106,18 @@ class TestTables:
 
     def test_readme_block_is_replaced_and_the_rest_stays(self):
         text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
-        made = readme.rewrite(text, result_of(), "benchmarks/results/a.json")
+        made = readme.rewrite(text, [(result_of(), "benchmarks/results/a.json")])
         assert made.startswith("before\n")
         assert made.endswith(f"{readme.END}\nafter\n")
         assert "old" not in made
-        assert summary(result_of()) in made
-        assert readme.rewrite(made, result_of(), "benchmarks/results/a.json") == made
+        assert summary_table(result_of()) in made
+        two = readme.rewrite(made, [(result_of(), "a.json"), (result_of(ours=(0.5, 0.5, 0.5)), "b.json")])
+        assert two.count("same machine and versions") == 1
+        assert readme.rewrite(made, [(result_of(), "benchmarks/results/a.json")]) == made
 
     def test_readme_without_markers_is_an_error(self):
         with pytest.raises(ValueError, match="once each"):
-            readme.rewrite("nothing", result_of(), "a.json")
+            readme.rewrite("nothing", [(result_of(), "a.json")])
 
     def test_compare_marks_what_is_outside_the_spread(self):
         text = compare(result_of(), result_of(ours=(0.5, 0.5, 0.5), peer=(2.1, 2.1, 2.1)))

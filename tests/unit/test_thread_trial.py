@@ -68,6 +68,12 @@ def test_a_thread_that_makes_steps_shorter_stays() -> None:
     steps.prefetcher.close()
 
 
+def test_short_passes_have_a_thread_from_the_second_one_on() -> None:
+    steps = Steps(usual=1e-3, threaded=5e-4, count=12)
+    pace_sees_sending(steps, 2e-4)
+    assert [steps.run()[1][-1] for _ in range(3)] == ["caller", "thread", "thread"]
+
+
 def pace_sees_sending(steps: Steps, seconds: float) -> None:
     """Sending a batch takes so long by the clock."""
     transfer = type(steps._shared.lease_transfer())
