@@ -28,8 +28,11 @@ _WINDOWS = 4
 _CLEARLY = 0.97
 """Times the usual way's: what the plain way must stay below to be chosen."""
 _SLOWER = 1.5
-"""Times the usual way's, when both were tried: the plain way is left if its steps come to take so long."""
+"""Times the usual way's, when both were tried: the plain way is left if its steps come to take so long, and stay so."""
 _LOOK_EVERY = 64
+_SLOW_LOOKS = 2
+_PASSES = 8
+"""Passes too short for a window of the trial: nothing is held up for it any longer."""
 
 _MOST_LEAVES = 8
 _MOST_BYTES = 4 << 20
@@ -37,39 +40,63 @@ _AS_THEY_ARE = frozenset((int, float, str, bool, type(None)))
 
 
 class PlainWay:
-    """Chooses, for one pass.
+    """Chooses, for all passes of one prefetcher.
 
     Args:
-        shared: Keeps the choice for later passes.
+        shared: Where the path is noted.
 
     Attributes:
         is_on: The next batch goes the plain way.
-        is_trying: The two take turns; nobody else is to change how batches come meanwhile.
-        is_over: The pass goes the usual way from here on.
+        is_over: This pass goes the usual way from here on.
     """
 
-    __slots__ = ("_batches", "_shared", "_since", "_usual", "_window", "_windows", "is_on", "is_over", "is_trying")
+    __slots__ = (
+        "_batches",
+        "_is_trying",
+        "_passes",
+        "_pays",
+        "_reason",
+        "_shared",
+        "_since",
+        "_slow",
+        "_usual",
+        "_window",
+        "_windows",
+        "is_on",
+        "is_over",
+    )
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.is_on = False
-        self.is_trying = False
-        self.is_over = shared.plain_pays is False
-        self._batches = 0
-        self._window = 0
-        self._since = 0.0
+        self._pays: bool | None = None
+        self._reason = ""
+        self._usual = float("inf")
         self._windows: list[float] = []
-        self._usual = shared.usual_step_seconds
+        self._passes = 0
+        self.pass_begins()
 
     @classmethod
     def for_pass(cls, shared: Shared, *, suits: bool) -> PlainWay | None:
         """None where it cannot be: whatever wants more of a batch than its bytes."""
         options = shared.options
-        if not (suits and options.fetch == "auto" and shared.device.copies_plainly) or shared.plain_pays is False:
+        if not (suits and options.fetch == "auto" and shared.device.copies_plainly):
             return None
         if options.transform is not None or options.checked or options.static or shared.has_state:
             return None
-        return None if shared.has_generators else cls(shared)
+        if shared.has_generators:
+            return None
+        if shared.plain is None:
+            shared.plain = cls(shared)
+        shared.plain.pass_begins()
+        return None if shared.plain.is_over else shared.plain
+
+    def pass_begins(self) -> None:
+        """Windows do not reach from one pass into the next; those that are whole count."""
+        self._batches = self._window = self._slow = 0
+        self._since = 0.0
+        self.is_on = self._is_trying = False
+        self._passes += 1
+        self.is_over = self._pays is False or (not self._windows and self._passes > _PASSES)
 
     def after(self, now: float, nbytes: int) -> None:
         """A batch was handed out.
@@ -79,7 +106,7 @@ class PlainWay:
             nbytes: Of the newest batch that went the usual way.
         """
         self._batches += 1
-        if self.is_trying:
+        if self._is_trying:
             self._window += 1
             if self._window == _WINDOW:
                 self._next_window(now)
@@ -90,16 +117,27 @@ class PlainWay:
             self.is_over = True
         elif self._batches >= _SETTLED_BATCHES:
             self._since = now
-            if self._shared.plain_pays:
+            if self._pays:
                 self._keep()
             else:
-                self.is_trying = True
+                self._is_trying = True
+                self.is_on = len(self._windows) % 2 == 1
 
-    def give_up(self) -> None:
-        """Batches are not of the kind, or things have changed: the usual way from here on, in later passes too."""
-        self.is_on = self.is_trying = False
+    def give_up(self, why: str) -> None:
+        """The usual way from here on."""
+        if self.is_on:
+            self._shared.note_path("caller", f"the plain loop's way was left: {why}")
+        self.is_on = self._is_trying = False
         self.is_over = True
-        self._shared.plain_pays = False
+
+    def is_of_another_kind(self) -> None:
+        """A batch that cannot go this way: neither will those of later passes."""
+        self._pays = False
+        self.give_up("batches are not all of its kind")
+
+    def choose(self, reason: str) -> None:
+        """It pays."""
+        self._pays, self._reason = True, reason
 
     def _next_window(self, now: float) -> None:
         self._windows.append((now - self._since) / _WINDOW)
@@ -107,14 +145,14 @@ class PlainWay:
         self.is_on = not self.is_on
         if len(self._windows) < _WINDOWS:
             return
-        self.is_trying = False
         usual, plain = min(self._windows[0::2]), min(self._windows[1::2])
+        self._is_trying = False
         if plain >= _CLEARLY * usual:
-            self.give_up()
+            self._pays = False
+            self.is_on, self.is_over = False, True
             return
-        self._shared.plain_pays = True
-        self._shared.usual_step_seconds = self._usual = usual
-        self._shared.plain_reason = (
+        self._usual = usual
+        self.choose(
             f"each leaf by its own .to(), as the plain loop does: {plain * 1e6:.0f} us a step, through pinned memory "
             f"{usual * 1e6:.0f} us"
         )
@@ -123,13 +161,17 @@ class PlainWay:
     def _keep(self) -> None:
         self.is_on = True
         self._batches = 0
-        self._shared.note_path("plain", self._shared.plain_reason)
+        self._shared.note_path("plain", self._reason)
 
     def _look(self, now: float) -> None:
+        """Steps that are longer for long; one pause of the loop's says nothing."""
         seconds = (now - self._since) / _LOOK_EVERY
         self._since = now
-        if seconds > _SLOWER * self._usual:
-            self.give_up()
+        self._slow = self._slow + 1 if seconds > _SLOWER * self._usual else 0
+        if self._slow == _SLOW_LOOKS:
+            self._pays = None
+            self._windows.clear()
+            self.give_up(f"steps have come to take {seconds * 1e6:.0f} us")
 
 
 def copied_plainly(batch: Any, device: Device) -> tuple[Any, int]:
@@ -163,11 +205,15 @@ def _plain_bytes(leaves: Any) -> int:
     if len(leaves) > _MOST_LEAVES:
         return -1
     nbytes: int = 0
+    memory = set()
+    count = 0
     for leaf in leaves:
         if type(leaf) is torch.Tensor:
             if not leaf.is_cpu or leaf.requires_grad or leaf.layout is not torch.strided:
                 return -1
             nbytes += leaf.nbytes
+            count += 1
+            memory.add(leaf.untyped_storage().data_ptr())
         elif type(leaf) not in _AS_THEY_ARE:
             return -1
-    return nbytes
+    return nbytes if len(memory) == count else -1  # contract 12: leaves that share memory go on sharing it

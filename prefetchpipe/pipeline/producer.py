@@ -123,7 +123,7 @@ class Producer:
             self._device.wait(self._device.copy_stream, event)
 
     def _choose_ways(self) -> None:
-        self._is_tried = self._is_retiring = False
+        self._is_tried = self._is_retiring = self._gives_thread_up = self._leaves = False
         self._retired = threading.Event()
         has_workers = torchloader.has_workers(self.source)
         self._pace = self._chosen_pace()
@@ -177,8 +177,7 @@ class Producer:
             raise ValueError("the loader advances the iterator that is waiting for it")
         if self._stopping:
             raise self._closed()
-        if self._predecessor is not None:
-            self._follow()
+        self._take_over()
         while True:
             ticket = self._ready.poll()
             if ticket is not None:
@@ -193,6 +192,13 @@ class Producer:
             if ticket is not None:
                 return ticket
 
+    def _take_over(self) -> None:
+        """From an older pass over the same source, or from a thread that does not pay."""
+        if self._predecessor is not None:
+            self._follow()
+        if self._gives_thread_up:
+            self._give_thread_up()
+
     def _wait(self) -> Ticket | None:
         """For a ticket of the thread's; None if that has just retired."""
         if self._thread is None:
@@ -202,7 +208,7 @@ class Producer:
         if (thread is None or not thread.is_alive()) and self._ready.empty():
             if self._ended and not self._stopping:
                 return end_ticket()  # another consumer's thread has taken the end
-            if thread is None and not self._threaded and not self._stopping:
+            if not self._threaded and not self._stopping:
                 return None
             raise self._closed()  # a forked child, say, which has no thread
         started, ready = self._begin_wait(), 0.0
@@ -258,11 +264,11 @@ class Producer:
             try:
                 if self._options.fetch == "thread" and not self._threaded:
                     self._start("fetch='thread' was asked for")
-                if self._ended or self._stopping or self._threaded:
-                    return end_ticket() if self._ended else None
-                credit = self._credits.get()
-                while credit is _WAITING:
-                    credit = self._credits.get()
+                if self._threaded or self._stopping:
+                    return None  # what the thread has put comes first, the end too
+                if self._ended:
+                    return end_ticket()
+                credit = self._credit()
                 if credit is _STOP:
                     return None
                 behind = self._pace is not None and self._pace.may_start and not self._waits_for_choice
@@ -280,13 +286,28 @@ class Producer:
                 else:
                     ticket = self._paced(stream)
                 self._ended = ticket.final
+                is_left = self._keeps_if_left(ticket, stream)
             finally:
                 self._insider = 0
-        if self.is_stopping:
-            self._ready.put(ticket)
+        if is_left:
             self._release()
             raise self._closed()
         return ticket
+
+    def _keeps_if_left(self, ticket: Ticket, stream: Stream) -> bool:
+        """Whether the pass was left meanwhile. Whoever is inside still: what is given back then has this ticket too."""
+        if not self.is_stopping:
+            return False
+        self.transfer.seal(ticket, stream)
+        self._ready.put(ticket)
+        return True
+
+    def _credit(self) -> Any:
+        """The next one; what only wakes a thread is nothing here."""
+        credit = self._credits.get()
+        while credit is _WAITING:
+            credit = self._credits.get()
+        return credit
 
     def _paced(self, stream: Stream) -> Ticket:
         assert self._pace is not None
@@ -301,7 +322,8 @@ class Producer:
                     self._trial.thread_starts()
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
-                self._shared.note_path("caller", self._shared.thread_reason or self._pace.reason)
+                tried = self._shared.thread_reason if self._pace.is_for_loop else ""
+                self._shared.note_path("caller", tried or self._pace.reason)
         return ticket
 
     @property
@@ -330,35 +352,48 @@ class Producer:
         if stays is None:
             return
         self._trial = None
-        if self._is_tried:
-            self._shared.thread_pays = stays
-            if not stays and self._retire_thread():
-                self._shared.thread_reason = (
-                    f"a thread was tried: {trial.thread_seconds * 1e6:.0f} us a step, without it "
-                    f"{trial.usual_seconds * 1e6:.0f} us"
-                )
-                self._shared.note_path("caller", self._shared.thread_reason)
+        if self._is_tried and stays:
+            self._shared.thread_pays = True
+        self._gives_thread_up = self._is_tried and not stays
+
+    def _give_thread_up(self) -> None:
+        """Before the next batch is taken: Ctrl-C here loses none."""
+        self._gives_thread_up = False
+        trial = self._shared.thread_trial
+        if trial is not None and self._retire_thread():
+            self._shared.thread_pays = False
+            self._shared.thread_reason = (
+                f"a thread was tried: {trial.thread_seconds * 1e6:.0f} us a step, without it "
+                f"{trial.usual_seconds * 1e6:.0f} us"
+            )
+            self._shared.note_path("caller", self._shared.thread_reason)
 
     def _retire_thread(self) -> bool:
         """The caller fetches again; whether the thread has ended. It does behind the batch that it is at."""
         thread = self._thread
         self._is_retiring = True
         self._credits.put(_WAITING)
-        self._retired.wait(_RETIRE_SECONDS)
-        with self._shared.lock:
-            self._is_retiring = False
-            has_retired = not self._threaded
+        try:
+            self._retired.wait(_RETIRE_SECONDS)
+        finally:
+            with self._shared.lock:
+                self._is_retiring = False
+                has_retired = not self._threaded
         if has_retired and thread is not None:
             thread.join()  # contract 9; it does nothing but return
         return has_retired
 
-    def _retires(self, credit: Any, aside: int) -> bool:
-        """In the thread: whether it goes, with all credits where the caller finds them (contract 8)."""
+    def _puts_back(self, credit: Any, aside: int) -> None:
+        """In the thread: all credits where the caller finds them (contract 8)."""
+        for unused in [credit] * (credit is not _WAITING) + [None] * aside:
+            self._credits.put(unused)
+
+    def _goes(self) -> bool:
+        """In the thread, outside of the consumer's context: whether it ends. Not if somebody waits for it by now."""
         with self._shared.lock:
-            if not self._is_retiring or self._consumers_waiting or self._stopping:  # somebody waits for the thread
+            self._is_retiring = False
+            if self._consumers_waiting or self._stopping:
                 return False
-            for unused in [credit] * (credit is not _WAITING) + [None] * aside:
-                self._credits.put(unused)
             self._threaded = False
             self._thread = None
             return True
@@ -385,15 +420,17 @@ class Producer:
                 self._ended = ticket.final
                 if not self._credits.empty():
                     self._credits.get()  # contract 8: `allow` will give one for it
+                self.transfer.seal(ticket, self._device.current_stream())
                 self._ready.put(ticket)
+            is_left = self.is_stopping
+            if is_left and ticket is None:
+                ticket = Ticket()
+                ticket.batch, ticket.from_source = batch, True
+                self._keeps_if_left(ticket, self._device.current_stream())
         finally:
             self._insider = 0
             self._inside.release()
-        if self.is_stopping:  # contract 9: left meanwhile, and whoever is inside gives back
-            if batch is not NOT_PLAIN:
-                ticket = Ticket()
-                ticket.batch, ticket.from_source = batch, True
-                self._ready.put(ticket)
+        if is_left:  # contract 9: whoever is inside gives back
             self._release()
             raise self._closed()
         return batch
@@ -403,13 +440,12 @@ class Producer:
         counters = self._counters
         started = counters.clock()
         try:
-            self.transfer.wait_for_source()
             given = self._next(self.source)
             fetched = counters.clock()
             batch, nbytes = copied_plainly(given, self._device)
             if batch is NOT_PLAIN:
                 assert self.plain is not None
-                self.plain.give_up()
+                self.plain.is_of_another_kind()
                 return NOT_PLAIN, self._modes.call(partial(self._sent_ticket, started, fetched), given)
         except StopIteration:
             return NOT_PLAIN, end_ticket()
@@ -540,9 +576,7 @@ class Producer:
         """Hand over to a thread. The caller is inside, so the thread begins only when it has left."""
         if not self._may_start:
             return False
-        thread = threading.Thread(
-            target=self._modes.run, args=(self._run,), name=f"prefetchpipe-producer-{self._number}", daemon=True
-        )
+        thread = threading.Thread(target=self._thread_main, name=f"prefetchpipe-producer-{self._number}", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no more threads to be had: the consumer's own goes on
@@ -556,20 +590,26 @@ class Producer:
         self._shared.note_path("thread", reason)
         return True
 
+    def _thread_main(self) -> None:
+        self._modes.run(self._run)
+        while self._leaves:
+            self._leaves = False
+            if not self._goes():
+                self._retired.set()
+                self._modes.run(self._run)
+        self._retired.set()
+
     def _run(self) -> None:
-        retires = False
         try:
             self._device.bind_thread()
             limit_packing_threads(self._threads)
-            retires = self._fetch_ahead()
+            self._leaves = self._fetch_ahead()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it (contract 7)
             self._ready.put(failed_ticket(error))
         finally:
-            if not retires:  # else a consumer may be inside by now
-                self._insider = 0
-                if self._stopping:
-                    self._release()
-            self._retired.set()
+            self._insider = 0
+            if self._stopping:
+                self._release()
 
     def _fetch_ahead(self) -> bool:
         """In the thread, until the pass is over; True: until the caller fetches again."""
@@ -578,7 +618,8 @@ class Producer:
             credit = self._credits.get()  # contract 8
             if credit is _STOP:
                 break
-            if self._is_retiring and self._retires(credit, aside):
+            if self._is_retiring:
+                self._puts_back(credit, aside)
                 return True
             if credit is _WAITING:
                 if not aside:
@@ -595,15 +636,15 @@ class Producer:
                 self._insider = threading.get_ident()
                 ticket = self._produce(None)
                 self._insider = 0
-            self._ended = ticket.final
-            self._ready.put(ticket)
+            self._ready.put(ticket)  # contract 1: before anybody can see that it was the last
+            if ticket.final:
+                self._ended = True
             del ticket
         return False
 
     def _produce(self, stream: Stream) -> Ticket:
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""
         try:
-            self.transfer.wait_for_source()
             started = self._counters.clock()
             self.transfer.return_slots()
             with self._modes.user_code():
@@ -903,7 +944,6 @@ class Producer:
             ticket.error = None  # its traceback leads back to the ticket, and holds torch's iterator until a collection
         left.clear()
         with self._device.beside_captures():
-            self.transfer.wait_for_source()
             self.transfer.give_back_slots()
             self._shared.twins.retire(source)  # before its workers are ended: none of them waits for a slot then
         del source

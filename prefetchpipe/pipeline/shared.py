@@ -19,6 +19,7 @@ from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options, usable_cores
 from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError
+from prefetchpipe.pipeline.plainway import PlainWay
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.pipeline.ticket import Ticket
@@ -64,14 +65,11 @@ class Shared:
         self.twins = Twins(loader, device, options, self.memory, self.counters)
         self.timer = CopyTimer(device, self.counters)
         self.depth_warned = False
-        self.plain_pays: bool | None = None
-        """Whether the plain loop's way is quicker (:mod:`prefetchpipe.pipeline.plainway`); None: not tried."""
-        self.plain_reason = ""
+        self.plain: PlainWay | None = None
         self.thread_trial: ThreadTrial | None = None
         self.thread_pays: bool | None = None
         """Whether a thread that was to hide the loop's own work has done so; None: not tried."""
         self.thread_reason = ""
-        self.usual_step_seconds = 0.0
         self.newest: weakref.ref[Producer] | None = None
         self.state: CapturedState | None = None
         self.has_state = callable(attribute(loader, "state_dict"))

@@ -11,7 +11,7 @@ import weakref
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -142,9 +142,11 @@ def shut_down(iterator: Any, loader: Any) -> None:
 def gives_up_memory(loader: Any) -> bool:
     """Whether the source never writes again into a batch that it has handed out.
 
-    A list runs no code of its own between two batches; what comes from worker processes is pinned into fresh pages
-    (without workers, ``pin_memory`` hands on a tensor of the data set's that is pinned already).
+    A list runs no code of its own between two batches. What comes from worker processes is pinned into fresh pages, and
+    so is what the default collate has stacked (anything else may be a tensor of the data set's that is pinned already).
     """
     if type(loader) in (list, tuple):
         return True
-    return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0
+    if not isinstance(loader, DataLoader) or not loader.pin_memory:
+        return False
+    return loader.num_workers > 0 or (loader.batch_sampler is not None and loader.collate_fn is default_collate)

@@ -73,7 +73,6 @@ class Transfer:
         self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._events: deque[Event] = deque()
         self._held: deque[tuple[Event, Any]] = deque()
-        self._unread: Event | None = None
         self._lent: deque[tuple[Event, WorkerSlot]] = deque()
         self._lent_events: list[Event] = []
         self._last_bytes = 0
@@ -90,8 +89,6 @@ class Transfer:
         """Whether fetching or sending would have to wait for the device."""
         if self._lent and self._lent[-1][1].is_wanted() and not self._device.query(self._lent[0][0]):
             return True
-        if self._unread is not None and not self._device.query(self._unread):
-            return True
         return self._ring is not None and self._ring.would_wait()
 
     def send(self, batch: Any, modes: ThreadState, stream: Stream, *, caller: Stream, reusable_source: bool) -> Ticket:
@@ -106,8 +103,7 @@ class Transfer:
             reusable_source: Whether the loader may write into this batch's memory again.
 
         Returns:
-            A ticket. The bytes have left the loader's tensors, or will have when :meth:`wait_for_source` returns
-            (contract 5).
+            A ticket. The bytes have left the loader's tensors (contract 5).
 
         Raises:
             torch.OutOfMemoryError: The device is full; nothing of the batch is kept, it can be sent again.
@@ -156,6 +152,15 @@ class Transfer:
         ticket.uses = ()
         batch, ticket.batch = ticket.batch, None
         return batch
+
+    def seal(self, ticket: Ticket, stream: Stream) -> None:
+        """A batch made on ``stream``, the consumer's, is not taken at once: what takes it may run on another stream."""
+        if ticket.ready is None and not ticket.final and self._device.staged:
+            if not ticket.uses:
+                ticket.uses = self._distinct(find_tensors(ticket.batch))
+            ticket.ready = self._device.new_event()
+            self._device.record(ticket.ready, stream)  # contract 3, and by way of it contract 4, in `deliver`
+            ticket.used_on = stream
 
     def verify(self, ticket: Ticket) -> None:
         """``checked=True`` where nobody may wait at delivery: wait for the copy now, and compare."""
@@ -268,21 +273,6 @@ class Transfer:
                 self._device.synchronize(event)
             self._return(event, slot)
 
-    def wait_for_source(self) -> None:
-        """Before the loader's code runs again, or the pass is over: it may write pinned memory that is copied from."""
-        event = self._unread
-        if event is None:
-            return
-        if not self._device.query(event):
-            started = self._counters.clock()
-            self._device.synchronize(event)  # contract 5: the loader may fill this memory again at its next batch
-            seconds = self._counters.clock() - started
-            self.times.send_seconds += seconds  # which counts the waits too
-            self._note_wait(seconds, "wait for the copy out of the loader's memory")
-        self._unread = None
-        while self._held and self._device.query(self._held[0][0]):
-            self._held.popleft()
-
     def give_back_slots(self) -> None:
         """All slots of workers, as soon as the copies out of them have passed."""
         while self._lent:
@@ -388,7 +378,12 @@ class Transfer:
         event = device.new_event()
         device.record(event, stream)
         if reusable_source:
-            self._unread = event
+            # Contract 5: the loader may fill this memory again at its next batch, a newer pass when it begins, and the
+            # loop, where it is its own.
+            started = self._counters.clock()
+            device.synchronize(event)
+            self._note_wait(self._counters.clock() - started, "wait for the copy out of the loader's memory")
+            return sent
         self._held.append((event, [leaves[i] for i in which]))  # contract 6: the source outlives the copy out of it
         while len(self._held) > 1 and device.query(self._held[0][0]):
             self._held.popleft()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from prefetchpipe import GPUPrefetcher
+from prefetchpipe.pipeline.plainway import PlainWay
 from tests.support import Readings, constants, spin
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +30,8 @@ def test_c4_c5_a_buffer_used_again_behind_a_slow_gpu(is_pinned: bool) -> None:
         buffer.fill_(-1)
 
     prefetcher = GPUPrefetcher(rows(), "cuda")
-    prefetcher._shared.plain_pays = True
-    prefetcher._shared.usual_step_seconds = 1e9
+    prefetcher._shared.plain = PlainWay(prefetcher._shared)
+    prefetcher._shared.plain.choose("a test")
     readings = Readings("cuda", 60)
     for index, batch in enumerate(prefetcher):
         spin(0.003)

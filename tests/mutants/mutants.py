@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         "the ready event is not recorded",
         TRANSFER,
-        "self._device.record(ticket.ready, stream)",
-        "pass",
+        "self._device.record(ticket.ready, stream)  # contract 3: what",
+        "pass  # contract 3: what",
         3,
         _ordering("test_c3_the_stream_of_the_moment_waits"),
     ),
@@ -246,34 +246,10 @@ MUTANTS = (
     Mutant(
         "a pinned source that may be reused is not waited for",
         TRANSFER,
-        "self._device.synchronize(event)  # contract 5",
-        "pass  # contract 5",
+        'device.synchronize(event)\n            self._note_wait(self._counters.clock() - started, "wait for the copy',
+        'self._note_wait(self._counters.clock() - started, "wait for the copy',
         5,
         _ordering("test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy"),
-    ),
-    Mutant(
-        "the loader is asked again while its pinned memory is copied from",
-        PRODUCER,
-        "self.transfer.wait_for_source()\n            started",
-        "started",
-        5,
-        _ordering("test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy"),
-    ),
-    Mutant(
-        "a pass is left while the loader's pinned memory is copied from",
-        PRODUCER,
-        "self.transfer.wait_for_source()\n            self.transfer.give_back_slots()",
-        "self.transfer.give_back_slots()",
-        5,
-        _ordering("test_c5_a_pinned_buffer_is_the_loops_own_again_when_the_pass_is_left"),
-    ),
-    Mutant(
-        "a plain batch is fetched while the loader's pinned memory is copied from",
-        PRODUCER,
-        "self.transfer.wait_for_source()\n            given",
-        "given",
-        5,
-        ("tests/unit/test_plain_way.py::test_c5_the_loader_may_use_its_memory_again",),
     ),
     Mutant(
         "a batch that could not go the plain way brings a credit too many",
@@ -376,14 +352,30 @@ MUTANTS = (
     Mutant(
         "the end and an error overtake the batches before them",
         PRODUCER,
-        "self._ended = ticket.final\n            self._ready.put(ticket)",
-        "self._ended = ticket.final\n            while ticket.final and not self._ready.empty():\n"
-        "                self._ready.get()\n            self._ready.put(ticket)",
+        "self._ready.put(ticket)  # contract 1: before",
+        "while ticket.final and not self._ready.empty():\n"
+        "                self._ready.get()\n            self._ready.put(ticket)  # contract 1: before",
         7,
         _ordering(
             "test_c7_an_error_arrives_after_the_batches_before_it",
             "test_c1_the_end_arrives_after_the_batches_before_it",
         ),
+    ),
+    Mutant(
+        "a batch of a pass that was left has no event",
+        TRANSFER,
+        "self._device.record(ticket.ready, stream)  # contract 3, and",
+        "ticket.ready = None  # contract 3, and",
+        3,
+        ("tests/unit/test_plain_way.py::test_c3_c4_a_batch_of_a_pass_that_was_left_goes_to_another_stream",),
+    ),
+    Mutant(
+        "the end is told before what the thread has put",
+        PRODUCER,
+        "return None  # what the thread has put comes first, the end too",
+        "return end_ticket() if self._ended else None",
+        1,
+        ("tests/unit/test_thread_trial.py::test_c1_c7_the_end_does_not_overtake_what_the_thread_has_put",),
     ),
     Mutant(
         "a thread that retires takes its credit along",
@@ -396,8 +388,8 @@ MUTANTS = (
     Mutant(
         "a thread retires while a consumer waits for it",
         PRODUCER,
-        "if not self._is_retiring or self._consumers_waiting or self._stopping:",
-        "if not self._is_retiring or self._stopping:",
+        "if self._consumers_waiting or self._stopping:",
+        "if self._stopping:",
         1,
         ("tests/unit/test_thread_trial.py::test_c1_a_thread_that_somebody_waits_for_stays",),
     ),
@@ -460,8 +452,8 @@ MUTANTS = (
     Mutant(
         "a consumer that was inside when the pass was stopped does not give back",
         PRODUCER,
-        "if self.is_stopping:\n            self._ready.put(ticket)",
-        "if False:\n            self._ready.put(ticket)",
+        "is_left = self._keeps_if_left(ticket, stream)",
+        "is_left = False",
         9,
         _ordering("test_c9_closing_while_another_thread_fetches_for_itself"),
     ),

@@ -244,15 +244,29 @@ def test_c5_a_pinned_buffer_is_the_loops_own_again_when_the_pass_is_left(fetch: 
     assert batch.unique().tolist() == [7]
 
 
-def test_c16_a_pinned_buffer_is_waited_for_when_the_loader_is_asked_again_not_before() -> None:
-    device = SimulatedDevice(bandwidth=1e3)
-    buffer = device.pin_memory(torch.ones(1024))
-    iterator = iter(GPUPrefetcher((buffer for _ in range(2)), device, fetch="caller"))
-    batch, copied = next(iterator), device.new_event()
-    device.record(copied, device.copy_stream)
-    assert not device.query(copied)
+def test_c5_a_pinned_buffer_may_be_written_by_the_loop_and_by_a_newer_pass() -> None:
+    device = SimulatedDevice(bandwidth=SLOW)
+
+    class Rewinding:
+        def __init__(self) -> None:
+            self.buffer, self.index = device.pin_memory(torch.zeros(1024)), 0
+
+        def __iter__(self) -> Rewinding:
+            self.index = 0
+            self.buffer.fill_(-5)
+            return self
+
+        def __next__(self) -> torch.Tensor:
+            self.index += 1
+            return self.buffer.fill_(self.index)
+
+    loader = Rewinding()
+    prefetcher = GPUPrefetcher(loader, device, fetch="caller")
+    older = iter(prefetcher)
+    kept = [next(older), next(older), next(iter(prefetcher))]
+    loader.buffer.fill_(-1)
     device.synchronize()
-    assert batch.unique().tolist() == [1]
+    assert [batch.unique().tolist() for batch in kept] == [[1], [2], [1]]
 
 
 def test_c5_many_leaves_are_packed_before_they_are_copied() -> None:

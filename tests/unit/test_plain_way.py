@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import IteratorClosedError
+from prefetchpipe.pipeline.plainway import PlainWay
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import TIMEOUT, Readings, Thread, constants
 
@@ -59,7 +61,8 @@ def by_clock(
 def always(device: SimulatedDevice, loader: Any) -> GPUPrefetcher:
     """One for which an earlier pass has found that the plain way pays."""
     prefetcher = GPUPrefetcher(loader, device)
-    prefetcher._shared.plain_pays = True
+    prefetcher._shared.plain = PlainWay(prefetcher._shared)
+    prefetcher._shared.plain.choose("a test")
     prefetcher._shared.counters.clock = lambda: 0.0  # nothing takes long
     return prefetcher
 
@@ -85,9 +88,27 @@ def test_the_usual_way_stays_where_it_is_as_quick(device: SimulatedDevice) -> No
     assert prefetcher.stats().path != "plain"
 
 
+def test_one_long_pause_changes_nothing(device: SimulatedDevice) -> None:
+    _, ways, _ = by_clock(device, [filled(0)] * 400, 2e-4, lambda number: 5e-2 if number == 200 else 1e-4)
+    assert ways[-100:] == [True] * 100
+
+
+def test_short_passes_choose_together(device: SimulatedDevice) -> None:
+    prefetcher = GPUPrefetcher([filled(0)] * 30, device)
+    counters, now = prefetcher._shared.counters, 0.0
+    counters.clock = lambda: now
+    before = 0
+    for _ in range(8):
+        for _batch in prefetcher:
+            now += 1e-4 if counters.plain_bytes > before else 2e-4
+            before = counters.plain_bytes
+    assert prefetcher.stats().path == "plain"
+
+
 def test_it_is_left_when_steps_come_to_take_longer(device: SimulatedDevice) -> None:
-    _, ways, _ = by_clock(device, [filled(0)] * 400, 2e-4, lambda number: 1e-4 if number < 150 else 1e-3)
+    prefetcher, ways, _ = by_clock(device, [filled(0)] * 500, 2e-4, lambda number: 1e-4 if number < 150 else 1e-3)
     assert ways[-100:] == [False] * 100
+    assert prefetcher.stats().path != "plain"
 
 
 @pytest.mark.parametrize("options", [{"transform": lambda batch: batch}, {"checked": True}, {"fetch": "caller"}])
@@ -110,8 +131,8 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tuple": lambda t: (t, 3, t * 2),
     "list": lambda t: [t, "name", None],
     "dict": lambda t: {"x": t.view(8, 8).t(), "y": True},
-    "empty": lambda t: (t[:0], t),
-    "no dimension": lambda t: {"x": t, "n": t[0]},
+    "empty": lambda t: (torch.empty(0), t),
+    "no dimension": lambda t: {"x": t, "n": t[0].clone()},
 }
 
 
@@ -135,6 +156,13 @@ def test_c1_c12_batches_are_those_of_the_plain_loop(device: SimulatedDevice, kin
                 assert a is b
         if isinstance(other, dict):
             assert list(one) == list(other)
+
+
+def test_c12_leaves_that_share_memory_go_on_sharing_it(device: SimulatedDevice) -> None:
+    loader = [(batch, batch[2:]) for batch in map(filled, range(20))]
+    kept = list(always(device, loader))
+    device.synchronize()
+    assert all(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for one, other in kept)
 
 
 def test_c2_c4_each_batch_has_memory_of_its_own(device: SimulatedDevice) -> None:
@@ -205,6 +233,41 @@ def test_c9_a_pass_that_is_left_leaves_the_source_where_it_is(device: SimulatedD
     assert [value(device, batch) for batch in itertools.islice(prefetcher, 20)] == list(range(1, 21))
     assert next(source) == 20
     assert [value(device, batch) for batch in prefetcher] == list(range(22, 61))
+
+
+def test_c3_c4_a_batch_of_a_pass_that_was_left_goes_to_another_stream(device: SimulatedDevice) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[torch.Tensor]:
+        for index in range(60):
+            if index == 30:
+                inside.set()
+                assert leave.wait(TIMEOUT)
+            yield filled(index)
+
+    prefetcher = always(device, rows())
+    iterator: Any = iter(prefetcher)
+
+    def first() -> None:
+        with contextlib.suppress(IteratorClosedError):
+            for _ in iterator:
+                pass
+
+    thread = Thread(first)
+    assert inside.wait(TIMEOUT)
+    iterator.close()
+    leave.set()
+    thread.result()
+    read = []
+    with device.use_stream(device.new_stream()):
+        batch = next(iter(prefetcher))
+        device.launch(lambda: None, seconds=1e-2)
+        device.launch(lambda view: read.append(float(view.max())), batch)
+        del batch
+    other = device.alloc(4 * TINY)  # of the stream that the batch was made on
+    device.launch(lambda view: view.fill_(7), other)
+    device.synchronize()
+    assert read == [31.0]
 
 
 def test_c9_closed_by_the_loader_itself(device: SimulatedDevice) -> None:

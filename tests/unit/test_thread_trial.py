@@ -189,6 +189,43 @@ def test_an_error_of_the_loader_while_the_thread_is_to_retire() -> None:
         next(iterator)
 
 
+def test_c1_a_consumer_that_looks_while_the_thread_retires() -> None:
+    iterator, producer = threaded_pass([filled(index) for index in range(30)], 1)
+    next(iterator)
+    while producer._ready.empty():
+        time.sleep(0.001)
+    producer._ready.poll()  # another consumer is just taking it
+    thread = producer._thread
+    alive, first = thread.is_alive, [True]
+
+    def is_alive() -> bool:
+        if first:
+            first.clear()
+            Thread(producer._retire_thread).result()
+        return bool(alive())
+
+    thread.is_alive = is_alive
+    producer._credits.put(None)  # of the one that was taken
+    assert next(iterator) is not None
+
+
+def test_c1_c7_the_end_does_not_overtake_what_the_thread_has_put() -> None:
+    """A consumer waits for its turn while another one starts the thread, which then comes to the end."""
+
+    def rows() -> Iterator[torch.Tensor]:
+        for index in range(9):
+            yield filled(index)
+        raise KeyError("row")
+
+    iterator, producer = threaded_pass(rows(), 4)
+    producer._thread.join(TIMEOUT)  # it has put batch 8 and the error
+    assert producer._ended
+    assert producer._take_here(iterator._device.current_stream()) is None
+    next(iterator)
+    with pytest.raises(KeyError, match="row"):
+        next(iterator)
+
+
 def test_windows_of_the_trial() -> None:
     trial, now = ThreadTrial(has_workers=False), 0.0
     for _ in range(30):
