@@ -593,6 +593,25 @@ def test_state_in_mapped_files_is_gone_on_with(tmp_path: Path, name: str, step_c
     assert torch.equal(embedding.table.host_tensor(), straight.table.host_tensor())
 
 
+@pytest.mark.parametrize("where", ["mapped", "pageable"])
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "NAdam"])
+def test_page_locked_rows_with_state_elsewhere(tmp_path: Path, name: str, where: str) -> None:
+    """Kernels find the distinct ids and pad them; the state's rows are moved by the host."""
+    more: dict[str, Any] = {"path": tmp_path} if where == "mapped" else {"max_pinned_bytes": 0}
+    data = batches(every_row=False)
+    if where == "pageable":
+        with pytest.warns(PrefetchWarning, match="page-locked"):
+            embedding, optimizer = trained(ZeroCopyDevice(), name, data, **more)
+    else:
+        embedding, optimizer = trained(ZeroCopyDevice(), name, data, **more)
+    assert embedding.table.pinned
+    assert not optimizer.tables["sum" if name == "Adagrad" else "exp_avg"].pinned
+    reference, reference_optimizer = trained("cpu", name, data)
+    assert torch.equal(embedding.table.host_tensor(), reference.table.host_tensor())
+    for key, table in reference_optimizer.tables.items():
+        assert torch.equal(optimizer.tables[key].host_tensor(), table.host_tensor()), key
+
+
 def test_two_optimizers_in_one_folder_are_told(tmp_path: Path) -> None:
     first, second = (HostEmbedding(ROWS, DIM, device="cpu") for _ in range(2))
     optimizer = RowOptimizer(optim.Adam, first, path=tmp_path)
