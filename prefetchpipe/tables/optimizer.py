@@ -237,8 +237,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._apply(one.distinct.index, self._current(one), one.rows.grad, one)
             else:
                 self._apply(*_merged(active, self._table), None)
-        for one in active:
-            one.rows.grad = None
+            stream = self._table.where.current_stream()
+            for one in active:
+                grad, one.rows.grad = one.rows.grad, None
+                assert grad is not None
+                self._table.where.record_use(grad, stream)  # contract 4: the backward pass may have run on another
         return loss
 
     @torch.no_grad()

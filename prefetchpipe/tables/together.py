@@ -77,12 +77,14 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
     device = first.where
     with _locked(tables), torch.no_grad(), device.beside_captures():
         stream = device.current_stream()
+        is_awaited = False
         for table, new in zip(tables, rows, strict=True):
             table.version += 1
             for ref in table._ahead:
                 ahead = ref()
                 if ahead is not None:
                     ahead.patch(index, new, stream)
+                    is_awaited = True
         # Contract 3: the rows are written after the step that makes them.
         device.record(first._handover, stream)
         with device.on_copy_stream():
@@ -98,6 +100,11 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
             device.record_use(new, device.copy_stream)  # contract 4: the copy stream still reads them
         if index.resident:
             device.record_use(index.ids, device.copy_stream)
+        if is_awaited:
+            # Contract 4: rows ahead will be patched with them on this stream, which need not be the one that they and
+            # their ids were allocated on: that is the copy stream, or the forward pass's.
+            for new in (*rows, index.ids) if index.resident else rows:
+                device.record_use(new, stream)
 
 
 def _groups(tables: Sequence[HostTable]) -> list[list[int]]:

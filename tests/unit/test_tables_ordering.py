@@ -342,6 +342,52 @@ def test_c4_what_was_found_about_ids_is_kept_for_the_stream_that_looks_up() -> N
     assert embedding.table[:4, 0].tolist() == [1, 0, 3, -1]
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_c4_what_patches_rows_ahead_is_kept_for_the_stream_that_does_it(depth: int) -> None:
+    """The first forward pass runs on a side stream; its step, and all that follows, on the main one."""
+    device = ZeroCopyDevice()
+    main, side = device.default_stream, device.new_stream()
+    embedding = HostEmbedding(ROWS, 2, device=device, init=torch.zeros(ROWS, 2))
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    batches = [torch.tensor([1, 2]) for _ in range(2)]
+    loop = embedding.lookahead(batches, lambda ids: ids, depth=depth) if depth else iter(batches)
+    seen = []
+    for number, ids in enumerate(loop):
+        stream = main if number else side
+        with device.use_stream(stream):
+            out = embedding(ids)
+            seen.append(out.detach()[:, 0].tolist())
+            out.sum().backward()
+        event = device.new_event()
+        device.record(event, stream)
+        device.wait(main, event)
+        del out
+        optimizer.step()
+        device.pass_time(1.0)
+    assert seen == [[0, 0], [-1, -1]]
+    assert embedding.table[:4, 0].tolist() == [0, -2, -2, 0]
+
+
+def test_c4_gradients_are_kept_for_the_stream_that_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = zero()
+    embedding = HostEmbedding(ROWS, DIM, device=device, init=table_of("cpu").host_tensor())
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    used: list[tuple[int, Any]] = []
+    record_use = device.record_use
+    monkeypatch.setattr(
+        device, "record_use", lambda *given: (used.append((given[0].data_ptr(), given[1])), record_use(*given))
+    )
+    embedding(torch.tensor([3, 1, 3])).sum().backward()
+    (active,) = embedding._active.values()
+    assert active.rows.grad is not None
+    grad = active.rows.grad.data_ptr()
+    stream = device.new_stream()
+    with device.use_stream(stream):
+        optimizer.step()
+    assert (grad, stream) in used
+    assert embedding.table[:4, 0].tolist() == [1, 1, 3, 2]
+
+
 # Contract 6
 
 
