@@ -5,7 +5,7 @@ A mover trusts its index and its values: the table has checked them. Calls come 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from prefetchpipe.tables.kernelmover import KernelMover
 from prefetchpipe.tables.kernels import RowKernels
 from prefetchpipe.tables.memory import HostRows, Staging
 
-__all__ = ["HostMover", "Mover", "StagedMover", "make_mover", "write_rows"]
+__all__ = ["ClosedMover", "HostMover", "Mover", "StagedMover", "make_mover", "write_rows"]
 
 
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -219,3 +219,22 @@ class StagedMover:
         self.settle()
         for staging in (*self._out, self._back):
             staging.free()
+
+
+class ClosedMover:
+    """Stands in for the mover of a table that was closed: kernels would be given memory that is somebody else's now."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.on_device = mover.on_device
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError("this HostTable was closed, and its rows are gone")
+
+    place = distinct = gather = scatter = add = _refuse
+    poll = _refuse  # calls that move rows begin with it, before they take their index for one of an empty table
+
+    def settle(self) -> None:
+        """Nothing is outstanding."""
+
+    def close(self) -> None:
+        """It is closed."""

@@ -254,7 +254,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises:
             IndexError: As for :class:`HostTable`.
-            ValueError: ``grad`` does not fit.
+            ValueError: ``grad`` does not fit, or is not on the device.
         """
         table = self._table
         with table.where.beside_captures():
@@ -265,6 +265,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"grad must be {table.dtype} of shape {wanted}, not {grad.dtype} of {tuple(grad.shape)}"
                 )
+            if table.where.staged != table.where.is_resident(grad) or grad.device != table.device:
+                # Kernels would be given an address of ordinary memory.
+                raise ValueError(f"grad must be on {table.where!r}, not on {grad.device}")
             table.where.before_kernels()
             distinct = table.distinct(found)
             table.where.before_kernels()

@@ -470,14 +470,34 @@ def test_updates_by_hand(device: Any) -> None:
     for _ in range(3):
         ids = torch.cat([torch.randperm(ROWS), torch.tensor([1, 1])]).view(2, -1)
         grad = torch.randn(*ids.shape, DIM)
-        optimizer.update(ids, grad)
+        optimizer.update(ids, on_device(device, grad) if device != "cpu" else grad)
         reference.grad = torch.zeros(ROWS, DIM).index_add_(0, ids.view(-1), grad.view(-1, DIM))
         other.step()
     torch.testing.assert_close(table.host_tensor(), reference.detach(), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"grad must be torch.float32 of shape \(1, 8\)"):
         optimizer.update([1], torch.zeros(8))
+    if device != "cpu":
+        before = table.host_tensor().clone()
+        with pytest.raises(ValueError, match="grad must be on simulated, not on cpu"):
+            optimizer.update([1], torch.zeros(1, 8))
+        assert torch.equal(table.host_tensor(), before)
     with pytest.raises(RuntimeError, match="call update"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("closed", ["rows", "exp_avg"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_after_a_table_was_closed_is_refused(device: Any, closed: str, ahead: bool) -> None:
+    embedding = HostEmbedding(ROWS, DIM, device=device, init=start())
+    optimizer = RowOptimizer(optim.Adam, embedding, lr=0.1)
+    for ids in embedding.lookahead([torch.tensor([1, 2, 1])], lambda ids: ids) if ahead else [torch.tensor([1, 2, 1])]:
+        embedding(ids).sum().backward()
+    tables = {"rows": embedding.table, **optimizer.tables}
+    tables.pop(closed).close()
+    before = {name: table.host_tensor().clone() for name, table in tables.items()}
+    with pytest.raises(RuntimeError, match="this HostTable was closed"):
+        optimizer.step()
+    assert all(torch.equal(table.host_tensor(), before[name]) for name, table in tables.items())
 
 
 # State
