@@ -77,8 +77,7 @@ class Lookahead:
                 raise error
         finally:
             for wanted in (used, *(wanted for _, wanted in waiting)):
-                for embedding, prepared in wanted:
-                    embedding.forget(prepared)
+                _forget(wanted)
             del error
 
     def _pull(self, source: Iterator[Any], waiting: deque[_Waiting]) -> tuple[bool, BaseException | None]:
@@ -93,11 +92,15 @@ class Lookahead:
         return True, None
 
     def _prepare(self, batch: Any) -> list[_Wanted]:
-        wanted = []
-        for embedding, choose in self._ids.items():
-            chosen = choose(batch)
-            several = chosen if isinstance(chosen, tuple) else (chosen,)
-            wanted += [(embedding, embedding.prepare(ids)) for ids in several]
+        wanted: list[_Wanted] = []
+        try:
+            for embedding, choose in self._ids.items():
+                chosen = choose(batch)
+                for ids in chosen if isinstance(chosen, tuple) else (chosen,):
+                    wanted.append((embedding, embedding.prepare(ids, depth=self._depth)))  # noqa: PERF401 - in case one fails
+        except BaseException:
+            _forget(wanted)  # this batch is never handed out, so nobody else would
+            raise
         return wanted
 
     def _finish(self, used: list[_Wanted]) -> None:
@@ -112,3 +115,8 @@ class Lookahead:
                 PrefetchWarning,
                 stacklevel=3,
             )
+
+
+def _forget(wanted: list[_Wanted]) -> None:
+    for embedding, prepared in wanted:
+        embedding.forget(prepared)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefetchpipe.tables.ahead import RowsAhead
+from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
 from prefetchpipe.tables.index import Index
 from prefetchpipe.tables.kernelmover import KernelMover
 
@@ -21,12 +21,13 @@ __all__ = ["gather_ahead", "gather_rows", "write_back"]
 # ruff: noqa: SLF001 - the other half of HostTable
 
 
-def gather_ahead(tables: Sequence[HostTable], index: Index) -> list[RowsAhead]:
+def gather_ahead(tables: Sequence[HostTable], index: Index, *, most_patches: int = MOST_PATCHES) -> list[RowsAhead]:
     """Rows that are wanted later, on the copy stream; what is written back until then reaches them.
 
     Args:
         tables: Of one device.
         index: A checked index of distinct ids, ascending.
+        most_patches: As for :class:`RowsAhead`.
     """
     first = tables[0]
     device = first.where
@@ -40,7 +41,10 @@ def gather_ahead(tables: Sequence[HostTable], index: Index) -> list[RowsAhead]:
             device.record_use(index.ids, device.copy_stream)  # contract 4
         ready = device.new_event()
         device.record(ready, device.copy_stream)
-        aheads = [RowsAhead(table, device, index, some, ready) for table, some in zip(tables, rows, strict=True)]
+        aheads = [
+            RowsAhead(table, device, index, some, ready, most_patches=most_patches)
+            for table, some in zip(tables, rows, strict=True)
+        ]
         for table, ahead in zip(tables, aheads, strict=True):
             table._ahead = [ref for ref in table._ahead if ref() is not None]
             table._ahead.append(weakref.ref(ahead))

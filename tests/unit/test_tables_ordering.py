@@ -15,7 +15,8 @@ import torch
 from torch import optim
 
 from prefetchpipe import HostEmbedding, HostTable
-from prefetchpipe.tables import RowOptimizer
+from prefetchpipe.tables import Lookahead, RowOptimizer
+from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
 from prefetchpipe.tables.index import Index, read_index
 from prefetchpipe.tables.together import gather_ahead, gather_rows, write_back
 from prefetchpipe.testing import SimulatedDevice
@@ -432,6 +433,58 @@ def test_c6_a_mapped_or_pinned_table_that_goes_has_its_last_rows(make: Any, tmp_
     del table
     again = HostTable(ROWS, DIM, device="cpu", path=tmp_path / "rows.npy")
     assert again[2:5, 0].tolist() == [3, 9, 5]
+
+
+# Rows ahead that nobody takes
+
+
+def test_rows_of_a_batch_that_could_not_be_prepared_are_given_up() -> None:
+    first, second = (HostEmbedding(ROWS, DIM, device=zero()) for _ in range(2))
+    batches = [(torch.tensor([1]), torch.tensor([1])), (torch.tensor([2]), torch.tensor([-9]))]
+    taken = []
+    with pytest.raises(IndexError, match="index -9"):
+        for one, other in Lookahead(batches, {first: lambda pair: pair[0], second: lambda pair: pair[1]}):
+            taken.append((first(one).shape, second(other).shape))
+    assert len(taken) == 1
+    assert first._prepared == second._prepared == {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_written_past_a_loop_that_stands_still_does_not_pile_up(depth: int) -> None:
+    device = ZeroCopyDevice(1e-6)
+    embedding = HostEmbedding(ROWS, 2, device=device, init=torch.zeros(ROWS, 2))
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    still = iter(embedding.lookahead([torch.tensor([row]) for row in range(4)], lambda ids: ids, depth=depth))
+    embedding(next(still))
+    held = []
+    for _ in range(3):
+        for _ in range(MOST_PATCHES * depth):
+            embedding(torch.tensor([1, 2, 1])).sum().backward()
+            optimizer.step()
+        device.synchronize()
+        device.empty(torch.Size((1,)), (1,), torch.int64)  # what was freed is counted at the next call
+        held.append(device.allocated_bytes)
+    assert held[1] == held[2] < held[0]
+    steps = 3 * MOST_PATCHES * depth
+    assert [embedding(ids)[0, 0].item() for ids in still] == [-2 * steps, -steps, 0]
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_rows_ahead_live_through_the_steps_of_their_own_loop(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=torch.zeros(ROWS, DIM))
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    batches = [torch.tensor([row % ROWS]) for row in range(3 * MOST_PATCHES)]
+    ahead, again = [], []
+    drop = RowsAhead.drop
+    monkeypatch.setattr(RowsAhead, "drop", lambda self: (again.append(self), drop(self)))
+    for ids in embedding.lookahead(batches, lambda ids: ids, depth=depth):
+        ahead.append(ids)
+        embedding(ids)
+        for _ in range(MOST_PATCHES):
+            embedding(ids.clone()).sum().backward()
+            optimizer.step()
+    assert len(ahead) == len(batches)
+    assert not again
 
 
 # Training
