@@ -162,7 +162,8 @@ class HostEmbedding(nn.Module):
         """Iterate over ``batches`` with the rows of the next ones on their way.
 
         Args:
-            batches: A :class:`prefetchpipe.GPUPrefetcher`, or any iterable of batches that are not written to again.
+            batches: A :class:`prefetchpipe.GPUPrefetcher` (without ``static``), or any iterable of batches that are not
+                written to again.
             ids: Gives the very object that ``forward`` will be called with, out of a batch.
             depth: Batches ahead, at least 1.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.options import whole
+from prefetchpipe.prefetcher import GPUPrefetcher
 from prefetchpipe.tables.embedding import HostEmbedding, Prepared
 
 __all__ = ["Lookahead"]
@@ -25,14 +26,15 @@ class Lookahead:
     its new value. The batches are pulled in the calling thread, ``depth`` ahead of the one handed out.
 
     Args:
-        batches: A :class:`prefetchpipe.GPUPrefetcher`, or any iterable of batches that are not written to again.
+        batches: A :class:`prefetchpipe.GPUPrefetcher` (without ``static``), or any iterable of batches that are not
+            written to again.
         ids: For each embedding a callable that gives, out of a batch, the very object that its ``forward`` will be
             called with; a tuple of them where it is called several times.
         depth: Batches ahead, at least 1.
 
     Raises:
         TypeError: ``depth`` is not a whole number, or an entry of ``ids`` is not callable.
-        ValueError: ``depth`` is less than 1.
+        ValueError: ``depth`` is less than 1, or ``batches`` is a prefetcher with ``static=True``.
 
     Example:
         >>> import torch
@@ -49,6 +51,11 @@ class Lookahead:
         for embedding, choose in ids.items():
             if not isinstance(embedding, HostEmbedding) or not callable(choose):  # type: ignore[redundant-expr]
                 raise TypeError(f"ids must map a HostEmbedding to a callable, not {embedding!r} to {choose!r}")
+        if isinstance(batches, GPUPrefetcher) and batches._static is not None:  # noqa: SLF001 - the same package
+            raise ValueError(
+                "batches is a GPUPrefetcher with static=True: the next batch is written over the one handed out, and "
+                "rows ahead need both; use static=False"
+            )
         self._batches = batches
         self._ids = dict(ids)
         self._depth = depth

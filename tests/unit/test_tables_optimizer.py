@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from prefetchpipe import HostEmbedding, HostTable
+from prefetchpipe import GPUPrefetcher, HostEmbedding, HostTable
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.tables import RowOptimizer
 from prefetchpipe.testing import SimulatedDevice
@@ -672,6 +672,16 @@ def test_targets_that_cannot_be_trained() -> None:
         HostEmbedding(2, 2, dtype=torch.int64, device="cpu", init="zeros")
     with pytest.raises(ValueError, match=r"table must have shape \(3, 2\), not \(2, 2\)"):
         HostEmbedding(3, 2, table=HostTable(2, 2, device="cpu"))
+
+
+def test_rows_ahead_of_static_batches_are_refused() -> None:
+    """The batch ahead is written over the one handed out, whose ids would be those of another."""
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=start())
+    loaders = [GPUPrefetcher([torch.tensor([1]), torch.tensor([2])], "cpu", static=static) for static in (True, False)]
+    with pytest.raises(ValueError, match="static=True"):
+        embedding.lookahead(loaders[0], lambda ids: ids)
+    rows = [embedding(ids) for ids in embedding.lookahead(loaders[1], lambda ids: ids)]
+    assert torch.equal(torch.cat(rows), start()[1:3])
 
 
 class NotRowWise(optim.Optimizer):
