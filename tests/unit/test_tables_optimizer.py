@@ -684,6 +684,33 @@ def test_rows_ahead_of_static_batches_are_refused() -> None:
     assert torch.equal(torch.cat(rows), start()[1:3])
 
 
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_rows_ahead_serve_steps_in_and_out_of_inference_mode(device: Any, name: str, resident: bool) -> None:
+    """A trial batch before training: the rows of the next one are made by the same `next`."""
+    kind, options = OPTIMIZERS[name]
+    trained_rows = []
+    for depth in (0, 1, 2):
+        embedding = HostEmbedding(ROWS, DIM, device=device, init=start())
+        optimizer = RowOptimizer(kind, embedding, **options)
+        given = [torch.tensor([row, row + 1, row]) for row in range(6)]
+        if resident and device != "cpu":
+            given = [on_device(device, ids) for ids in given]
+        with torch.inference_mode():
+            given[2] = given[2] if resident else given[2].clone()  # ids that were made in it
+            loop = iter(embedding.lookahead(given, lambda ids: ids, depth=depth) if depth else given)
+            embedding(next(loop))
+        for number, ids in enumerate(loop):
+            with torch.inference_mode(number == 2):
+                loss = embedding(ids).pow(2).sum()
+            if number != 2:
+                loss.backward()
+                optimizer.step()
+        trained_rows.append(embedding.table.host_tensor())
+    assert torch.equal(trained_rows[1], trained_rows[0])
+    assert torch.equal(trained_rows[2], trained_rows[0])
+
+
 class NotRowWise(optim.Optimizer):
     """Keeps one number for each column."""
 
