@@ -38,7 +38,8 @@ class HostTable:
     from 0; negative ids are errors, they do not count from the end. Ids in host memory are checked before any byte
     moves. Ids on the device of a page-locked table are checked there, without a wait: a bad one reads as zeros and is
     not written, and the ``IndexError`` is raised by the next call on this table after the device has got there, at the
-    latest by the next host read, :meth:`synchronize` or :meth:`save`. (Where there are no kernels, without CuPy or
+    latest by the next host read, :meth:`synchronize` or :meth:`save`. The id 2**63 - 1 is padding there: it reads as
+    zeros and is not written, without an error. (Where there are no kernels, without CuPy or
     with a table in ordinary memory, ids on the device are brought to the host, which waits, and are checked there.)
 
     **Repeated ids**: :meth:`scatter` keeps the last occurrence, :meth:`scatter_add` adds all of them in their order, on
