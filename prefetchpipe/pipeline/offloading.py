@@ -140,13 +140,12 @@ class Offload:
             try:
                 if self._is_closed or self._pid != os.getpid():
                     raise IteratorClosedError("this pass was closed; iter(prefetcher) starts a new one")
-                if not self.is_over:  # nothing comes after the last batch, so its views stay
-                    self._give_back_borrowed()
+                self._give_back_borrowed()
                 if self._given_back:
                     return self._given_back.popleft()
                 # Without a free slot the oldest batch goes first: the consumer keeps more of them than it may.
                 while self.source is not None and self._pulls_next() and self._pull():
-                    pass
+                    self._give_back_borrowed()
                 return self._deliver()
             finally:
                 if self._is_closed:
@@ -367,8 +366,9 @@ class Offload:
         job.lent = None
 
     def _give_back_borrowed(self) -> None:
-        slot, self._borrowed = self._borrowed, None
-        if slot is not None:
+        """The next batch is there. Until then this one may be the last, be it that an error follows: its views stay."""
+        if self._borrowed is not None and (self._pending or self._given_back):
+            slot, self._borrowed = self._borrowed, None
             self.slots.release(slot)
 
     def _leave_borrowed(self) -> None:

@@ -14,18 +14,38 @@ from prefetchpipe.tables.kernels import RowKernels
 if TYPE_CHECKING:
     from prefetchpipe.tables.table import HostTable
 
-__all__ = ["RowsAhead", "take_all"]
+__all__ = ["MOST_PATCHES", "RowsAhead", "take_all"]
+
+MOST_PATCHES = 8
+"""Steps whose new values wait for rows ahead: each keeps rows of its batch on the device, and is a launch more then."""
 
 
 class RowsAhead:
     """Rows gathered on the copy stream, and what was written back to the table since.
 
     Made by :func:`gather_ahead`. :meth:`take` gives exactly what a gather at that moment would give.
+
+    Args:
+        table: Whose rows.
+        device: Of the table.
+        index: Which rows.
+        rows: The rows.
+        ready: Behind the gather.
+        most_patches: After more writes than these the rows are given up, and gathered again when taken.
     """
 
-    __slots__ = ("__weakref__", "_device", "_index", "_maker", "_patches", "_ready", "_rows", "_table")
+    __slots__ = ("__weakref__", "_device", "_index", "_maker", "_most_patches", "_patches", "_ready", "_rows", "_table")
 
-    def __init__(self, table: HostTable, device: Device, index: Index, rows: torch.Tensor, ready: Event) -> None:
+    def __init__(
+        self,
+        table: HostTable,
+        device: Device,
+        index: Index,
+        rows: torch.Tensor,
+        ready: Event,
+        *,
+        most_patches: int = MOST_PATCHES,
+    ) -> None:
         self._table = table
         self._device = device
         self._index = index
@@ -33,10 +53,11 @@ class RowsAhead:
         self._patches: list[tuple[Index, torch.Tensor]] = []
         self._maker: Stream = None
         self._ready = ready
+        self._most_patches = most_patches
 
     def patch(self, index: Index, rows: torch.Tensor, stream: Stream) -> None:
         """Some rows of the table have new values, ``rows``, which ``stream`` makes on the device."""
-        if self._patches and stream != self._maker:
+        if self._patches and (stream != self._maker or len(self._patches) >= self._most_patches):
             self.drop()
         elif self._rows is not None:
             self._patches.append((index, rows))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from prefetchpipe.device.base import Device, Stream
-from prefetchpipe.tables.ahead import RowsAhead
+from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
 from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.index import read_index
 from prefetchpipe.tables.initial import Init
@@ -162,7 +162,8 @@ class HostEmbedding(nn.Module):
         """Iterate over ``batches`` with the rows of the next ones on their way.
 
         Args:
-            batches: A :class:`prefetchpipe.GPUPrefetcher`, or any iterable of batches that are not written to again.
+            batches: A :class:`prefetchpipe.GPUPrefetcher` (without ``static``), or any iterable of batches that are not
+                written to again.
             ids: Gives the very object that ``forward`` will be called with, out of a batch.
             depth: Batches ahead, at least 1.
 
@@ -177,14 +178,21 @@ class HostEmbedding(nn.Module):
 
         return Lookahead(batches, {self: ids}, depth=depth)
 
-    def prepare(self, ids: Any) -> Prepared:
-        """Start to gather the rows (and the optimizer's) for a later ``forward`` with this very object."""
+    def prepare(self, ids: Any, *, depth: int = 1) -> Prepared:
+        """Start to gather the rows (and the optimizer's) for a later ``forward`` with this very object.
+
+        Args:
+            ids: As for ``forward``.
+            depth: Batches until then. If many more steps pass the rows are gathered again: who waits that long stands
+                still while others train, and what they write would pile up on the device.
+        """
         table = self.table
-        with torch.no_grad(), table.where.beside_captures():
+        # What is made here may serve a training step, also where `next` is called in inference mode.
+        with torch.inference_mode(False), torch.no_grad(), table.where.beside_captures():
             distinct = self._distinct(ids)
             optimizer = None if self._optimizer is None else self._optimizer()
             tables = () if optimizer is None else optimizer.tables_ahead()
-            rows, *states = gather_ahead((table, *tables), distinct.index)
+            rows, *states = gather_ahead((table, *tables), distinct.index, most_patches=MOST_PATCHES * depth)
             stream = table.where.current_stream()
             prepared = Prepared(
                 ids, _change_of(ids), distinct, rows, dict(zip(tables, states, strict=True)), stream

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.options import whole
+from prefetchpipe.prefetcher import GPUPrefetcher
 from prefetchpipe.tables.embedding import HostEmbedding, Prepared
 
 __all__ = ["Lookahead"]
@@ -25,14 +26,15 @@ class Lookahead:
     its new value. The batches are pulled in the calling thread, ``depth`` ahead of the one handed out.
 
     Args:
-        batches: A :class:`prefetchpipe.GPUPrefetcher`, or any iterable of batches that are not written to again.
+        batches: A :class:`prefetchpipe.GPUPrefetcher` (without ``static``), or any iterable of batches that are not
+            written to again.
         ids: For each embedding a callable that gives, out of a batch, the very object that its ``forward`` will be
             called with; a tuple of them where it is called several times.
         depth: Batches ahead, at least 1.
 
     Raises:
         TypeError: ``depth`` is not a whole number, or an entry of ``ids`` is not callable.
-        ValueError: ``depth`` is less than 1.
+        ValueError: ``depth`` is less than 1, or ``batches`` is a prefetcher with ``static=True``.
 
     Example:
         >>> import torch
@@ -49,6 +51,11 @@ class Lookahead:
         for embedding, choose in ids.items():
             if not isinstance(embedding, HostEmbedding) or not callable(choose):  # type: ignore[redundant-expr]
                 raise TypeError(f"ids must map a HostEmbedding to a callable, not {embedding!r} to {choose!r}")
+        if isinstance(batches, GPUPrefetcher) and batches._static is not None:  # noqa: SLF001 - the same package
+            raise ValueError(
+                "batches is a GPUPrefetcher with static=True: the next batch is written over the one handed out, and "
+                "rows ahead need both; use static=False"
+            )
         self._batches = batches
         self._ids = dict(ids)
         self._depth = depth
@@ -77,8 +84,7 @@ class Lookahead:
                 raise error
         finally:
             for wanted in (used, *(wanted for _, wanted in waiting)):
-                for embedding, prepared in wanted:
-                    embedding.forget(prepared)
+                _forget(wanted)
             del error
 
     def _pull(self, source: Iterator[Any], waiting: deque[_Waiting]) -> tuple[bool, BaseException | None]:
@@ -93,11 +99,15 @@ class Lookahead:
         return True, None
 
     def _prepare(self, batch: Any) -> list[_Wanted]:
-        wanted = []
-        for embedding, choose in self._ids.items():
-            chosen = choose(batch)
-            several = chosen if isinstance(chosen, tuple) else (chosen,)
-            wanted += [(embedding, embedding.prepare(ids)) for ids in several]
+        wanted: list[_Wanted] = []
+        try:
+            for embedding, choose in self._ids.items():
+                chosen = choose(batch)
+                for ids in chosen if isinstance(chosen, tuple) else (chosen,):
+                    wanted.append((embedding, embedding.prepare(ids, depth=self._depth)))  # noqa: PERF401 - in case one fails
+        except BaseException:
+            _forget(wanted)  # this batch is never handed out, so nobody else would
+            raise
         return wanted
 
     def _finish(self, used: list[_Wanted]) -> None:
@@ -112,3 +122,8 @@ class Lookahead:
                 PrefetchWarning,
                 stacklevel=3,
             )
+
+
+def _forget(wanted: list[_Wanted]) -> None:
+    for embedding, prepared in wanted:
+        embedding.forget(prepared)

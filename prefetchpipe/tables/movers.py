@@ -5,20 +5,21 @@ A mover trusts its index and its values: the table has checked them. Calls come 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from prefetchpipe.device.base import Device
 from prefetchpipe.errors import PinnedMemoryError
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.tables.distinct import Distinct, distinct_on_host
-from prefetchpipe.tables.index import Index, check_range
+from prefetchpipe.tables.index import PAD, Index, check_range
 from prefetchpipe.tables.kernelmover import KernelMover
 from prefetchpipe.tables.kernels import RowKernels
 from prefetchpipe.tables.memory import HostRows, Staging
 
-__all__ = ["HostMover", "Mover", "StagedMover", "make_mover", "write_rows"]
+__all__ = ["ClosedMover", "HostMover", "Mover", "StagedMover", "make_mover", "write_rows"]
 
 
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -136,7 +137,10 @@ class StagedMover:
         self._half: tuple[Index, torch.Tensor, bool, bool] | None = None
 
     def place(self, index: Index) -> Index:
-        """To the host: waits for what is queued on the current stream, and checks the range there."""
+        """To the host: waits for what is queued on the current stream, and checks the range there.
+
+        Distinct ids come without what pads them, so there may be fewer ids than rows in a gather or scatter.
+        """
         if not index.resident:
             return index
         ids = index.ids
@@ -147,6 +151,9 @@ class StagedMover:
             event = self._device.new_event()
             self._device.record(event, stream)
             self._device.synchronize(event)  # contract 3: the ids are read by the host next
+        if index.is_distinct:
+            # Found by the kernels of another table: the host sees now how many there are, and PAD behind them goes.
+            host = host[: int(np.count_nonzero(host.numpy() != PAD))]
         check_range(host, len(self._rows.tensor), index.shape)
         return Index(host, index.shape, resident=False, is_distinct=index.is_distinct)
 
@@ -163,7 +170,9 @@ class StagedMover:
         self._out.reverse()
         staging = self._out[0]
         buffer = staging.acquire(nbytes)
-        torch.index_select(self._rows.tensor, 0, index.ids, out=buffer.view(out.dtype).view(out.shape))
+        rows = buffer.view(out.dtype).view(out.shape)
+        torch.index_select(self._rows.tensor, 0, index.ids, out=rows[: len(index)])
+        rows[len(index) :].zero_()  # as kernels do for PAD
         stream = self._device.current_stream()
         self._device.copy(out, buffer, stream)
         staging.leave(stream)
@@ -178,6 +187,7 @@ class StagedMover:
 
     def _bring(self, index: Index, values: torch.Tensor, *, unique: bool, adding: bool) -> None:
         self.settle()  # the buffer still holds the scatter before this one
+        values = values[: len(index)]  # what stands behind is for PAD
         nbytes = values.numel() * values.dtype.itemsize
         if not nbytes:
             return
@@ -209,3 +219,22 @@ class StagedMover:
         self.settle()
         for staging in (*self._out, self._back):
             staging.free()
+
+
+class ClosedMover:
+    """Stands in for the mover of a table that was closed: kernels would be given memory that is somebody else's now."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.on_device = mover.on_device
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError("this HostTable was closed, and its rows are gone")
+
+    place = distinct = gather = scatter = add = _refuse
+    poll = _refuse  # calls that move rows begin with it, before they take their index for one of an empty table
+
+    def settle(self) -> None:
+        """Nothing is outstanding."""
+
+    def close(self) -> None:
+        """It is closed."""

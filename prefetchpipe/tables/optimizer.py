@@ -237,8 +237,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._apply(one.distinct.index, self._current(one), one.rows.grad, one)
             else:
                 self._apply(*_merged(active, self._table), None)
-        for one in active:
-            one.rows.grad = None
+            stream = self._table.where.current_stream()
+            for one in active:
+                grad, one.rows.grad = one.rows.grad, None
+                assert grad is not None
+                self._table.where.record_use(grad, stream)  # contract 4: the backward pass may have run on another
         return loss
 
     @torch.no_grad()
@@ -251,7 +254,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises:
             IndexError: As for :class:`HostTable`.
-            ValueError: ``grad`` does not fit.
+            ValueError: ``grad`` does not fit, or is not on the device.
         """
         table = self._table
         with table.where.beside_captures():
@@ -262,6 +265,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"grad must be {table.dtype} of shape {wanted}, not {grad.dtype} of {tuple(grad.shape)}"
                 )
+            if table.where.staged != table.where.is_resident(grad) or grad.device != table.device:
+                # Kernels would be given an address of ordinary memory.
+                raise ValueError(f"grad must be on {table.where!r}, not on {grad.device}")
             table.where.before_kernels()
             distinct = table.distinct(found)
             table.where.before_kernels()

@@ -21,7 +21,7 @@ from prefetchpipe.tables.files import read_rows, save_rows
 from prefetchpipe.tables.index import Index, read_index
 from prefetchpipe.tables.initial import Init, as_values, fill_rows
 from prefetchpipe.tables.memory import HostRows, Keeper
-from prefetchpipe.tables.movers import Mover, make_mover, write_rows
+from prefetchpipe.tables.movers import ClosedMover, Mover, make_mover, write_rows
 
 __all__ = ["HostTable"]
 
@@ -38,7 +38,8 @@ class HostTable:
     from 0; negative ids are errors, they do not count from the end. Ids in host memory are checked before any byte
     moves. Ids on the device of a page-locked table are checked there, without a wait: a bad one reads as zeros and is
     not written, and the ``IndexError`` is raised by the next call on this table after the device has got there, at the
-    latest by the next host read, :meth:`synchronize` or :meth:`save`. (Where there are no kernels, without CuPy or
+    latest by the next host read, :meth:`synchronize` or :meth:`save`. The id 2**63 - 1 is padding there: it reads as
+    zeros and is not written, without an error. (Where there are no kernels, without CuPy or
     with a table in ordinary memory, ids on the device are brought to the host, which waits, and are checked there.)
 
     **Repeated ids**: :meth:`scatter` keeps the last occurrence, :meth:`scatter_add` adds all of them in their order, on
@@ -108,7 +109,7 @@ class HostTable:
                 raise ValueError(f"init must be None: path={str(path)!r} is there, and its rows are kept")
             if not self._rows.existed:
                 self._fill(init)
-            self._mover = make_mover(self._rows, self.where, budget)
+            self._mover: Mover = make_mover(self._rows, self.where, budget)
         self.pinned = self._rows.pinned
         self._handover = self.where.new_event()
         self._ahead: list[weakref.ref[RowsAhead]] = []
@@ -314,6 +315,7 @@ class HostTable:
 
         Raises:
             IndexError: See the class.
+            RuntimeError: The table was closed.
         """
         self._mover.poll()
 
@@ -374,9 +376,13 @@ class HostTable:
         return cls(count, dim, rows.dtype, device, rows, max_pinned_bytes=max_pinned_bytes)
 
     def close(self) -> None:
-        """Wait for what is outstanding, flush a mapped file, give the memory back. The table is empty afterwards."""
+        """Wait for what is outstanding, flush a mapped file, give the memory back. The table is empty afterwards.
+
+        A later call that moves rows raises ``RuntimeError``.
+        """
         with self._lock:
             self._finalizer()
+            self._mover = ClosedMover(self._mover)
             self.shape = (0, self.shape[1])
             self._invalidate()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefetchpipe.tables.ahead import RowsAhead
+from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
 from prefetchpipe.tables.index import Index
 from prefetchpipe.tables.kernelmover import KernelMover
 
@@ -21,12 +21,13 @@ __all__ = ["gather_ahead", "gather_rows", "write_back"]
 # ruff: noqa: SLF001 - the other half of HostTable
 
 
-def gather_ahead(tables: Sequence[HostTable], index: Index) -> list[RowsAhead]:
+def gather_ahead(tables: Sequence[HostTable], index: Index, *, most_patches: int = MOST_PATCHES) -> list[RowsAhead]:
     """Rows that are wanted later, on the copy stream; what is written back until then reaches them.
 
     Args:
         tables: Of one device.
         index: A checked index of distinct ids, ascending.
+        most_patches: As for :class:`RowsAhead`.
     """
     first = tables[0]
     device = first.where
@@ -40,7 +41,10 @@ def gather_ahead(tables: Sequence[HostTable], index: Index) -> list[RowsAhead]:
             device.record_use(index.ids, device.copy_stream)  # contract 4
         ready = device.new_event()
         device.record(ready, device.copy_stream)
-        aheads = [RowsAhead(table, device, index, some, ready) for table, some in zip(tables, rows, strict=True)]
+        aheads = [
+            RowsAhead(table, device, index, some, ready, most_patches=most_patches)
+            for table, some in zip(tables, rows, strict=True)
+        ]
         for table, ahead in zip(tables, aheads, strict=True):
             table._ahead = [ref for ref in table._ahead if ref() is not None]
             table._ahead.append(weakref.ref(ahead))
@@ -77,12 +81,14 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
     device = first.where
     with _locked(tables), torch.no_grad(), device.beside_captures():
         stream = device.current_stream()
+        is_awaited = False
         for table, new in zip(tables, rows, strict=True):
             table.version += 1
             for ref in table._ahead:
                 ahead = ref()
                 if ahead is not None:
                     ahead.patch(index, new, stream)
+                    is_awaited = True
         # Contract 3: the rows are written after the step that makes them.
         device.record(first._handover, stream)
         with device.on_copy_stream():
@@ -98,6 +104,11 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
             device.record_use(new, device.copy_stream)  # contract 4: the copy stream still reads them
         if index.resident:
             device.record_use(index.ids, device.copy_stream)
+        if is_awaited:
+            # Contract 4: rows ahead will be patched with them on this stream, which need not be the one that they and
+            # their ids were allocated on: that is the copy stream, or the forward pass's.
+            for new in (*rows, index.ids) if index.resident else rows:
+                device.record_use(new, stream)
 
 
 def _groups(tables: Sequence[HostTable]) -> list[list[int]]:

@@ -205,6 +205,28 @@ def test_c2_the_borrowed_batch_at_which_a_loop_is_left_stays(device: Any, way: s
     assert held.held_bytes == 0
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_c2_the_borrowed_batch_before_an_error_stays(device: Any, count: int) -> None:
+    class Again:
+        def __iter__(self) -> Iterator[Any]:
+            yield from outputs(device, count, 16)
+            raise LookupError("after the last")
+
+    prefetcher = HostPrefetcher(Again(), 2, device=device, borrow=True)
+    held = prefetcher._shared.memory
+    kept = []
+    for _ in range(6):
+        with pytest.raises(LookupError, match="after the last"):
+            for out in prefetcher:
+                batch = out
+        kept.append(batch)
+    assert lows_and_highs(kept) == [(count, count)] * 6
+    del batch, out, prefetcher
+    kept.clear()
+    gc.collect()
+    assert held.held_bytes == 0
+
+
 # C3, C5: ordered by events; the source may free and overwrite
 
 

@@ -719,6 +719,22 @@ MUTANTS = (
         _tables("test_c4_rows_that_are_written_back_are_kept_until_they_are_read"),
     ),
     Mutant(
+        "rows and ids that patch rows ahead are not kept for the stream that does it",
+        TOGETHER,
+        "                device.record_use(new, stream)",
+        "                pass",
+        4,
+        _tables("test_c4_what_patches_rows_ahead_is_kept_for_the_stream_that_does_it"),
+    ),
+    Mutant(
+        "gradients are not kept for the stream that steps",
+        "tables/optimizer.py",
+        "self._table.where.record_use(grad, stream)  # contract 4: the backward pass may have run on another",
+        "pass",
+        4,
+        _tables("test_c4_gradients_are_kept_for_the_stream_that_steps"),
+    ),
+    Mutant(
         "ids of rows that are written back are not kept",
         TOGETHER,
         "device.record_use(new, device.copy_stream)  # contract 4: the copy stream still reads them\n"

@@ -223,6 +223,14 @@ MUTANTS = (
         _async("test_a_live_source_that_waits_holds_no_batch_back[asyncio-cpu-1]"),
     ),
     Mutant(
+        "the borrowed slot goes back before there is a next batch",
+        OFFLOADING,
+        "if self._borrowed is not None and (self._pending or self._given_back):",
+        "if self._borrowed is not None:",
+        2,
+        ("tests/cases/test_offload.py::test_c2_the_borrowed_batch_before_an_error_stays[sim-4]",),
+    ),
+    Mutant(
         "the borrowed slot goes back with the pass",
         OFFLOADING,
         "        self._leave_borrowed()\n",

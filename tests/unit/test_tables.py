@@ -7,6 +7,7 @@ import gc
 import pickle
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 import torch
 
 import prefetchpipe
-from prefetchpipe import HostTable
+from prefetchpipe import HostEmbedding, HostTable
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import Thread
-from tests.support_tables import ZeroCopyDevice
+from tests.support_tables import ZeroCopyDevice, on_device
 
 
 def numbers(rows: int = 6, dim: int = 4) -> torch.Tensor:
@@ -153,6 +154,28 @@ def test_a_table_that_goes_gives_its_memory_back(device: Any) -> None:
     del table
     assert gone() is None
     assert device.pinned_bytes == before
+
+
+@pytest.mark.parametrize("device", ["cpu", SimulatedDevice(), ZeroCopyDevice()])
+def test_a_closed_table_moves_no_rows(device: Any) -> None:
+    """Kernels would be given the address of memory that is somebody else's by then."""
+    embedding = HostEmbedding(6, 4, device=device, init=numbers())
+    table = embedding.table
+    ids = torch.tensor([1, 2])
+    loop = iter(embedding.lookahead([ids, ids + 1], lambda ids: ids))
+    next(loop)
+    table.close()
+    table.close()
+    places = [lambda tensor: tensor] if device == "cpu" else [lambda tensor: tensor, partial(on_device, device)]
+    values = torch.ones(2, 4)
+    calls = [partial(call, place(ids)) for place in places for call in (table.gather, embedding, embedding.prepare)]
+    for call in (table.scatter, table.scatter_add):
+        calls += [partial(call, place(ids), other(values)) for place in places for other in places]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="this HostTable was closed"):
+            call()
+    assert table.host_tensor().shape == (0, 4)
+    table.synchronize()
 
 
 @pytest.mark.parametrize("device", [SimulatedDevice(), ZeroCopyDevice()])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from prefetchpipe import HostEmbedding, HostTable
+from prefetchpipe import GPUPrefetcher, HostEmbedding, HostTable
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.tables import RowOptimizer
 from prefetchpipe.testing import SimulatedDevice
@@ -470,14 +470,34 @@ def test_updates_by_hand(device: Any) -> None:
     for _ in range(3):
         ids = torch.cat([torch.randperm(ROWS), torch.tensor([1, 1])]).view(2, -1)
         grad = torch.randn(*ids.shape, DIM)
-        optimizer.update(ids, grad)
+        optimizer.update(ids, on_device(device, grad) if device != "cpu" else grad)
         reference.grad = torch.zeros(ROWS, DIM).index_add_(0, ids.view(-1), grad.view(-1, DIM))
         other.step()
     torch.testing.assert_close(table.host_tensor(), reference.detach(), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"grad must be torch.float32 of shape \(1, 8\)"):
         optimizer.update([1], torch.zeros(8))
+    if device != "cpu":
+        before = table.host_tensor().clone()
+        with pytest.raises(ValueError, match="grad must be on simulated, not on cpu"):
+            optimizer.update([1], torch.zeros(1, 8))
+        assert torch.equal(table.host_tensor(), before)
     with pytest.raises(RuntimeError, match="call update"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("closed", ["rows", "exp_avg"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_after_a_table_was_closed_is_refused(device: Any, closed: str, ahead: bool) -> None:
+    embedding = HostEmbedding(ROWS, DIM, device=device, init=start())
+    optimizer = RowOptimizer(optim.Adam, embedding, lr=0.1)
+    for ids in embedding.lookahead([torch.tensor([1, 2, 1])], lambda ids: ids) if ahead else [torch.tensor([1, 2, 1])]:
+        embedding(ids).sum().backward()
+    tables = {"rows": embedding.table, **optimizer.tables}
+    tables.pop(closed).close()
+    before = {name: table.host_tensor().clone() for name, table in tables.items()}
+    with pytest.raises(RuntimeError, match="this HostTable was closed"):
+        optimizer.step()
+    assert all(torch.equal(table.host_tensor(), before[name]) for name, table in tables.items())
 
 
 # State
@@ -593,6 +613,25 @@ def test_state_in_mapped_files_is_gone_on_with(tmp_path: Path, name: str, step_c
     assert torch.equal(embedding.table.host_tensor(), straight.table.host_tensor())
 
 
+@pytest.mark.parametrize("where", ["mapped", "pageable"])
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "NAdam"])
+def test_page_locked_rows_with_state_elsewhere(tmp_path: Path, name: str, where: str) -> None:
+    """Kernels find the distinct ids and pad them; the state's rows are moved by the host."""
+    more: dict[str, Any] = {"path": tmp_path} if where == "mapped" else {"max_pinned_bytes": 0}
+    data = batches(every_row=False)
+    if where == "pageable":
+        with pytest.warns(PrefetchWarning, match="page-locked"):
+            embedding, optimizer = trained(ZeroCopyDevice(), name, data, **more)
+    else:
+        embedding, optimizer = trained(ZeroCopyDevice(), name, data, **more)
+    assert embedding.table.pinned
+    assert not optimizer.tables["sum" if name == "Adagrad" else "exp_avg"].pinned
+    reference, reference_optimizer = trained("cpu", name, data)
+    assert torch.equal(embedding.table.host_tensor(), reference.table.host_tensor())
+    for key, table in reference_optimizer.tables.items():
+        assert torch.equal(optimizer.tables[key].host_tensor(), table.host_tensor()), key
+
+
 def test_two_optimizers_in_one_folder_are_told(tmp_path: Path) -> None:
     first, second = (HostEmbedding(ROWS, DIM, device="cpu") for _ in range(2))
     optimizer = RowOptimizer(optim.Adam, first, path=tmp_path)
@@ -633,6 +672,43 @@ def test_targets_that_cannot_be_trained() -> None:
         HostEmbedding(2, 2, dtype=torch.int64, device="cpu", init="zeros")
     with pytest.raises(ValueError, match=r"table must have shape \(3, 2\), not \(2, 2\)"):
         HostEmbedding(3, 2, table=HostTable(2, 2, device="cpu"))
+
+
+def test_rows_ahead_of_static_batches_are_refused() -> None:
+    """The batch ahead is written over the one handed out, whose ids would be those of another."""
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=start())
+    loaders = [GPUPrefetcher([torch.tensor([1]), torch.tensor([2])], "cpu", static=static) for static in (True, False)]
+    with pytest.raises(ValueError, match="static=True"):
+        embedding.lookahead(loaders[0], lambda ids: ids)
+    rows = [embedding(ids) for ids in embedding.lookahead(loaders[1], lambda ids: ids)]
+    assert torch.equal(torch.cat(rows), start()[1:3])
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_rows_ahead_serve_steps_in_and_out_of_inference_mode(device: Any, name: str, resident: bool) -> None:
+    """A trial batch before training: the rows of the next one are made by the same `next`."""
+    kind, options = OPTIMIZERS[name]
+    trained_rows = []
+    for depth in (0, 1, 2):
+        embedding = HostEmbedding(ROWS, DIM, device=device, init=start())
+        optimizer = RowOptimizer(kind, embedding, **options)
+        given = [torch.tensor([row, row + 1, row]) for row in range(6)]
+        if resident and device != "cpu":
+            given = [on_device(device, ids) for ids in given]
+        with torch.inference_mode():
+            given[2] = given[2] if resident else given[2].clone()  # ids that were made in it
+            loop = iter(embedding.lookahead(given, lambda ids: ids, depth=depth) if depth else given)
+            embedding(next(loop))
+        for number, ids in enumerate(loop):
+            with torch.inference_mode(number == 2):
+                loss = embedding(ids).pow(2).sum()
+            if number != 2:
+                loss.backward()
+                optimizer.step()
+        trained_rows.append(embedding.table.host_tensor())
+    assert torch.equal(trained_rows[1], trained_rows[0])
+    assert torch.equal(trained_rows[2], trained_rows[0])
 
 
 class NotRowWise(optim.Optimizer):

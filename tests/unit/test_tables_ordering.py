@@ -15,7 +15,8 @@ import torch
 from torch import optim
 
 from prefetchpipe import HostEmbedding, HostTable
-from prefetchpipe.tables import RowOptimizer
+from prefetchpipe.tables import Lookahead, RowOptimizer
+from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
 from prefetchpipe.tables.index import Index, read_index
 from prefetchpipe.tables.together import gather_ahead, gather_rows, write_back
 from prefetchpipe.testing import SimulatedDevice
@@ -342,6 +343,52 @@ def test_c4_what_was_found_about_ids_is_kept_for_the_stream_that_looks_up() -> N
     assert embedding.table[:4, 0].tolist() == [1, 0, 3, -1]
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_c4_what_patches_rows_ahead_is_kept_for_the_stream_that_does_it(depth: int) -> None:
+    """The first forward pass runs on a side stream; its step, and all that follows, on the main one."""
+    device = ZeroCopyDevice()
+    main, side = device.default_stream, device.new_stream()
+    embedding = HostEmbedding(ROWS, 2, device=device, init=torch.zeros(ROWS, 2))
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    batches = [torch.tensor([1, 2]) for _ in range(2)]
+    loop = embedding.lookahead(batches, lambda ids: ids, depth=depth) if depth else iter(batches)
+    seen = []
+    for number, ids in enumerate(loop):
+        stream = main if number else side
+        with device.use_stream(stream):
+            out = embedding(ids)
+            seen.append(out.detach()[:, 0].tolist())
+            out.sum().backward()
+        event = device.new_event()
+        device.record(event, stream)
+        device.wait(main, event)
+        del out
+        optimizer.step()
+        device.pass_time(1.0)
+    assert seen == [[0, 0], [-1, -1]]
+    assert embedding.table[:4, 0].tolist() == [0, -2, -2, 0]
+
+
+def test_c4_gradients_are_kept_for_the_stream_that_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = zero()
+    embedding = HostEmbedding(ROWS, DIM, device=device, init=table_of("cpu").host_tensor())
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    used: list[tuple[int, Any]] = []
+    record_use = device.record_use
+    monkeypatch.setattr(
+        device, "record_use", lambda *given: (used.append((given[0].data_ptr(), given[1])), record_use(*given))
+    )
+    embedding(torch.tensor([3, 1, 3])).sum().backward()
+    (active,) = embedding._active.values()
+    assert active.rows.grad is not None
+    grad = active.rows.grad.data_ptr()
+    stream = device.new_stream()
+    with device.use_stream(stream):
+        optimizer.step()
+    assert (grad, stream) in used
+    assert embedding.table[:4, 0].tolist() == [1, 1, 3, 2]
+
+
 # Contract 6
 
 
@@ -386,6 +433,58 @@ def test_c6_a_mapped_or_pinned_table_that_goes_has_its_last_rows(make: Any, tmp_
     del table
     again = HostTable(ROWS, DIM, device="cpu", path=tmp_path / "rows.npy")
     assert again[2:5, 0].tolist() == [3, 9, 5]
+
+
+# Rows ahead that nobody takes
+
+
+def test_rows_of_a_batch_that_could_not_be_prepared_are_given_up() -> None:
+    first, second = (HostEmbedding(ROWS, DIM, device=zero()) for _ in range(2))
+    batches = [(torch.tensor([1]), torch.tensor([1])), (torch.tensor([2]), torch.tensor([-9]))]
+    taken = []
+    with pytest.raises(IndexError, match="index -9"):
+        for one, other in Lookahead(batches, {first: lambda pair: pair[0], second: lambda pair: pair[1]}):
+            taken.append((first(one).shape, second(other).shape))
+    assert len(taken) == 1
+    assert first._prepared == second._prepared == {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_written_past_a_loop_that_stands_still_does_not_pile_up(depth: int) -> None:
+    device = ZeroCopyDevice(1e-6)
+    embedding = HostEmbedding(ROWS, 2, device=device, init=torch.zeros(ROWS, 2))
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    still = iter(embedding.lookahead([torch.tensor([row]) for row in range(4)], lambda ids: ids, depth=depth))
+    embedding(next(still))
+    held = []
+    for _ in range(3):
+        for _ in range(MOST_PATCHES * depth):
+            embedding(torch.tensor([1, 2, 1])).sum().backward()
+            optimizer.step()
+        device.synchronize()
+        device.empty(torch.Size((1,)), (1,), torch.int64)  # what was freed is counted at the next call
+        held.append(device.allocated_bytes)
+    assert held[1] == held[2] < held[0]
+    steps = 3 * MOST_PATCHES * depth
+    assert [embedding(ids)[0, 0].item() for ids in still] == [-2 * steps, -steps, 0]
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_rows_ahead_live_through_the_steps_of_their_own_loop(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = HostEmbedding(ROWS, DIM, device="cpu", init=torch.zeros(ROWS, DIM))
+    optimizer = RowOptimizer(optim.SGD, embedding, lr=1.0)
+    batches = [torch.tensor([row % ROWS]) for row in range(3 * MOST_PATCHES)]
+    ahead, again = [], []
+    drop = RowsAhead.drop
+    monkeypatch.setattr(RowsAhead, "drop", lambda self: (again.append(self), drop(self)))
+    for ids in embedding.lookahead(batches, lambda ids: ids, depth=depth):
+        ahead.append(ids)
+        embedding(ids)
+        for _ in range(MOST_PATCHES):
+            embedding(ids.clone()).sum().backward()
+            optimizer.step()
+    assert len(ahead) == len(batches)
+    assert not again
 
 
 # Training
