@@ -187,8 +187,10 @@ class HostEmbedding(nn.Module):
                 still while others train, and what they write would pile up on the device.
         """
         table = self.table
-        # What is made here may serve a training step, also where `next` is called in inference mode.
-        with torch.inference_mode(False), torch.no_grad(), table.where.beside_captures():
+        if torch.is_inference_mode_enabled():  # what is made here may serve a training step: never in it
+            with torch.inference_mode(False):
+                return self.prepare(ids, depth=depth)
+        with torch.no_grad(), table.where.beside_captures():
             distinct = self._distinct(ids)
             optimizer = None if self._optimizer is None else self._optimizer()
             tables = () if optimizer is None else optimizer.tables_ahead()
