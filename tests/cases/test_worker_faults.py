@@ -50,8 +50,13 @@ class Left:
     def assert_nothing(self) -> None:
         gc.collect()
         self.surroundings.assert_restored()
-        now = self.now()
-        assert all(now[what] <= count for what, count in self.before.items()), (self.before, now)
+        deadline = time.monotonic() + TIMEOUT  # multiprocessing's own threads close what a killed process has left
+        while not self._is_restored(now := self.now()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self._is_restored(now), (self.before, now)
+
+    def _is_restored(self, now: dict[str, int]) -> bool:
+        return all(now[what] <= count for what, count in self.before.items())
 
 
 @pytest.fixture(autouse=True)
