@@ -329,6 +329,20 @@ class Thread(threading.Thread):
         return self._result
 
 
+def held_up_at(index: int, count: int) -> tuple[threading.Event, threading.Event, Iterator[torch.Tensor]]:
+    """Says when batch `index` is asked for, lets it go on, and the batches: 64 values of 1, of 2, and so on."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[torch.Tensor]:
+        for number in range(count):
+            if number == index:
+                entered.set()
+                assert leave.wait(TIMEOUT)
+            yield torch.full((64,), float(number + 1))
+
+    return entered, leave, rows()
+
+
 # Scripts
 
 

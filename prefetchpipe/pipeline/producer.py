@@ -123,7 +123,7 @@ class Producer:
             self._device.wait(self._device.copy_stream, event)
 
     def _choose_ways(self) -> None:
-        self._is_tried = self._is_retiring = self._gives_thread_up = self._leaves = False
+        self._is_retiring = self._gives_thread_up = self._leaves = False
         self._retired = threading.Event()
         has_workers = torchloader.has_workers(self.source)
         self._pace = self._chosen_pace()
@@ -316,10 +316,7 @@ class Producer:
         if not ticket.final:
             pays = self._pace.end(self._fetch_seconds, self._send_seconds)
             if pays and (not self._pace.is_for_loop or self._may_try_thread()):
-                self._start(self._pace.reason)
-                self._is_tried = self._trial is not None and self._threaded and self._pace.is_for_loop
-                if self._trial is not None:
-                    self._trial.thread_starts()
+                self._start(self._pace.reason, is_trial=self._pace.is_for_loop)
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
                 tried = self._shared.thread_reason if self._pace.is_for_loop else ""
@@ -348,13 +345,13 @@ class Producer:
         if not self._threaded:
             trial.without_thread(now)
             return
-        stays = trial.with_thread(now) if self._is_tried else True
+        stays = trial.with_thread(now)
         if stays is None:
             return
         self._trial = None
-        if self._is_tried and stays:
+        if stays:
             self._shared.thread_pays = True
-        self._gives_thread_up = self._is_tried and not stays
+        self._gives_thread_up = not stays
 
     def _give_thread_up(self) -> None:
         """Before the next batch is taken: Ctrl-C here loses none."""
@@ -572,8 +569,13 @@ class Producer:
 
     # The producer's side
 
-    def _start(self, reason: str) -> bool:
-        """Hand over to a thread. The caller is inside, so the thread begins only when it has left."""
+    def _start(self, reason: str, *, is_trial: bool = False) -> bool:
+        """Hand over to a thread. The caller is inside, so the thread begins only when it has left.
+
+        Args:
+            reason: For ``stats()``.
+            is_trial: It stays only if steps are shorter with it.
+        """
         if not self._may_start:
             return False
         thread = threading.Thread(target=self._thread_main, name=f"prefetchpipe-producer-{self._number}", daemon=True)
@@ -584,6 +586,10 @@ class Producer:
             self._pace = None
             self._shared.note_path("caller", "no thread could be started")
             return False
+        if not is_trial:
+            self._trial = None
+        elif self._trial is not None:
+            self._trial.thread_starts()
         self._on_caller_stream = False
         self._threaded = True
         self._thread = thread

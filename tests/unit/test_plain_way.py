@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline.plainway import PlainWay
 from prefetchpipe.testing import SimulatedDevice
-from tests.support import TIMEOUT, Readings, Thread, constants
+from tests.support import TIMEOUT, Readings, Thread, constants, held_up_at
 
 TINY = 64
 
@@ -236,16 +235,8 @@ def test_c9_a_pass_that_is_left_leaves_the_source_where_it_is(device: SimulatedD
 
 
 def test_c3_c4_a_batch_of_a_pass_that_was_left_goes_to_another_stream(device: SimulatedDevice) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def rows() -> Iterator[torch.Tensor]:
-        for index in range(60):
-            if index == 30:
-                inside.set()
-                assert leave.wait(TIMEOUT)
-            yield filled(index)
-
-    prefetcher = always(device, rows())
+    inside, leave, rows = held_up_at(30, 60)
+    prefetcher = always(device, rows)
     iterator: Any = iter(prefetcher)
 
     def first() -> None:
@@ -299,16 +290,8 @@ def test_the_loader_advances_the_iterator_that_waits_for_it(device: SimulatedDev
 
 
 def test_c1_two_threads_at_one_iterator(device: SimulatedDevice) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def rows() -> Iterator[torch.Tensor]:
-        for index in range(60):
-            if index == 30:
-                inside.set()
-                assert leave.wait(TIMEOUT)
-            yield filled(index)
-
-    iterator = iter(always(device, rows()))
+    inside, leave, rows = held_up_at(30, 60)
+    iterator = iter(always(device, rows))
     values = [value(device, next(iterator)) for _ in range(30)]
     other: list[float] = []
     first = Thread(lambda: other.append(value(device, next(iterator))))

@@ -14,7 +14,7 @@ from prefetchpipe import GPUPrefetcher
 from prefetchpipe.pipeline import producer as producer_module
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.testing import SimulatedDevice
-from tests.support import TIMEOUT, Thread, join_ours, our_threads
+from tests.support import TIMEOUT, Thread, held_up_at, join_ours, our_threads
 
 
 @pytest.fixture(autouse=True)
@@ -146,16 +146,8 @@ def test_c8_nothing_is_lost_of_what_it_had_fetched() -> None:
 
 
 def test_c1_a_thread_that_somebody_waits_for_stays() -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def rows() -> Iterator[torch.Tensor]:
-        for index in range(20):
-            if index == 8:
-                inside.set()
-                assert leave.wait(TIMEOUT)
-            yield filled(index)
-
-    iterator, producer = threaded_pass(rows())
+    inside, leave, rows = held_up_at(8, 20)
+    iterator, producer = threaded_pass(rows)
     assert inside.wait(TIMEOUT)
     others = [Thread(lambda: next(iterator)) for _ in range(2)]
     while producer._consumers_waiting < 2:
@@ -169,16 +161,8 @@ def test_c1_a_thread_that_somebody_waits_for_stays() -> None:
 
 def test_a_thread_that_is_held_up_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(producer_module, "_RETIRE_SECONDS", 0.05)
-    inside, leave = threading.Event(), threading.Event()
-
-    def rows() -> Iterator[torch.Tensor]:
-        for index in range(20):
-            if index == 9:
-                inside.set()
-                assert leave.wait(TIMEOUT)
-            yield filled(index)
-
-    iterator, producer = threaded_pass(rows())
+    inside, leave, rows = held_up_at(9, 20)
+    iterator, producer = threaded_pass(rows)
     assert inside.wait(TIMEOUT)
     assert not producer._retire_thread()
     leave.set()
