@@ -87,7 +87,8 @@ class PlainWay:
             return None
         if shared.plain is None:
             shared.plain = cls(shared)
-        shared.plain.pass_begins()
+        else:
+            shared.plain.pass_begins()
         return None if shared.plain.is_over else shared.plain
 
     def pass_begins(self) -> None:

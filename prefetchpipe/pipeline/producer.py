@@ -130,7 +130,7 @@ class Producer:
         self._trial: ThreadTrial | None = None
         if self._pace is not None and self._shared.thread_pays is None:
             self._trial = self._shared.thread_trial = self._shared.thread_trial or ThreadTrial(has_workers=has_workers)
-            self._trial.pass_begins()
+            self._trial.begin()
         self.plain = PlainWay.for_pass(self._shared, suits=type(self) is Producer and not has_workers)
 
     def _chosen_pace(self) -> Pace | None:
@@ -589,7 +589,7 @@ class Producer:
         if not is_trial:
             self._trial = None
         elif self._trial is not None:
-            self._trial.thread_starts()
+            self._trial.begin()
         self._on_caller_stream = False
         self._threaded = True
         self._thread = thread

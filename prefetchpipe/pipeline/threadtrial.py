@@ -42,8 +42,8 @@ class ThreadTrial:
         """Whether it is known what a step takes without a thread."""
         return self.usual_seconds < float("inf")
 
-    def pass_begins(self) -> None:
-        """What earlier passes have shown is kept; windows do not reach from one into the next."""
+    def begin(self) -> None:
+        """A pass, or in it a thread, begins: windows start anew, and what earlier ones have shown is kept."""
         self._batches = 0
 
     def without_thread(self, now: float) -> None:
@@ -54,10 +54,6 @@ class ThreadTrial:
             if behind:
                 self.usual_seconds = min(self.usual_seconds, (now - self._since) / _WINDOW)
             self._since = now
-
-    def thread_starts(self) -> None:
-        """The next batches come from a thread."""
-        self._batches = 0
 
     def with_thread(self, now: float) -> bool | None:
         """A batch was handed out that a thread fetched.

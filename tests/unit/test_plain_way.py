@@ -104,6 +104,16 @@ def test_short_passes_choose_together(device: SimulatedDevice) -> None:
     assert prefetcher.stats().path == "plain"
 
 
+def test_eight_passes_too_short_for_a_window_are_enough(device: SimulatedDevice) -> None:
+    prefetcher = GPUPrefetcher([filled(0)] * 4, device)
+    waits = []
+    for _ in range(10):
+        iterator: Any = iter(prefetcher)
+        waits.append(iterator._producer.plain is not None)
+        assert len(list(iterator)) == 4
+    assert waits == [True] * 8 + [False] * 2
+
+
 def test_it_is_left_when_steps_come_to_take_longer(device: SimulatedDevice) -> None:
     prefetcher, ways, _ = by_clock(device, [filled(0)] * 500, 2e-4, lambda number: 1e-4 if number < 150 else 1e-3)
     assert ways[-100:] == [False] * 100

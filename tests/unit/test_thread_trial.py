@@ -225,7 +225,7 @@ def test_windows_of_the_trial() -> None:
         now += 1.0
         trial.without_thread(now)
     assert trial.usual_seconds == 1.0
-    trial.thread_starts()
+    trial.begin()
     answers = []
     for _ in range(60):
         now += 0.5
