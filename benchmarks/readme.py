@@ -26,7 +26,7 @@ def rewrite(text: str, results: Sequence[tuple[Result, str]]) -> str:
     _, _, after = rest.partition(END)
     parts = [f"{explanation()} Made by `python -m benchmarks readme`."]
     first = results[0][0] if results else None
-    races = [race for result, _ in results if (race := race_table(result))]
+    races = [f"In the first of these files: {race}" for result, _ in results if (race := race_table(result))]
     for result, file in results:
         is_same = first is not None and (first.machine, first.versions) == (result.machine, result.versions)
         what = (

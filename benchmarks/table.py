@@ -127,7 +127,9 @@ def race_table(result: Result) -> str:
     workloads = list(dict.fromkeys(workload for _, workload in counts))
     lines = [(name, *(_race_entry(counts.get((name, workload), [])) for workload in workloads)) for name in names]
     total = max(count.of for group in counts.values() for count in group)
-    said = f"Wrong batches out of {total} behind a slow GPU, the worst of all depths (and of transform on and off):"
+    varied = any(count.variant for group in counts.values() for count in group)
+    which = "the worst of all depths (and of transform on and off)" if varied else "one run each, with default options"
+    said = f"Wrong batches out of {total} behind a slow GPU, {which}:"
     return f"{said}\n\n{_markdown(('contender', *workloads), lines)}"
 
 

@@ -320,7 +320,8 @@ class Producer:
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
                 tried = self._shared.thread_reason if self._pace.is_for_loop else ""
-                self._shared.note_path("caller", tried or self._pace.reason)
+                later = "; one is tried when more batches have shown what a step takes without" if pays else ""
+                self._shared.note_path("caller", tried or self._pace.reason + later)
         return ticket
 
     @property
