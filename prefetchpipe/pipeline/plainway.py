@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class PlainWay:
     """Chooses, for all passes of one prefetcher.
 
     Args:
-        shared: Where the path is noted.
+        counters: Where the path is noted.
 
     Attributes:
         is_on: The next batch goes the plain way.
@@ -52,11 +53,11 @@ class PlainWay:
 
     __slots__ = (
         "_batches",
+        "_counters",
         "_is_trying",
         "_passes",
         "_pays",
         "_reason",
-        "_shared",
         "_since",
         "_slow",
         "_usual",
@@ -66,8 +67,8 @@ class PlainWay:
         "is_over",
     )
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters  # not what the passes share: that holds this object (contract 9)
         self._pays: bool | None = None
         self._reason = ""
         self._usual = float("inf")
@@ -86,7 +87,7 @@ class PlainWay:
         if shared.has_generators:
             return None
         if shared.plain is None:
-            shared.plain = cls(shared)
+            shared.plain = cls(shared.counters)
         else:
             shared.plain.pass_begins()
         return None if shared.plain.is_over else shared.plain
@@ -127,7 +128,7 @@ class PlainWay:
     def give_up(self, why: str) -> None:
         """The usual way from here on."""
         if self.is_on:
-            self._shared.note_path("caller", f"the plain loop's way was left: {why}")
+            self._counters.path, self._counters.path_reason = "caller", f"the plain loop's way was left: {why}"
         self.is_on = self._is_trying = False
         self.is_over = True
 
@@ -162,7 +163,7 @@ class PlainWay:
     def _keep(self) -> None:
         self.is_on = True
         self._batches = 0
-        self._shared.note_path("plain", self._reason)
+        self._counters.path, self._counters.path_reason = "plain", self._reason
 
     def _look(self, now: float) -> None:
         """Steps that are longer for long; one pause of the loop's says nothing."""

@@ -944,8 +944,7 @@ class Producer:
         source = self.source
         if torchloader.has_dead_worker(source):
             self._shared.twins.shut_down(source)
-        elif left and not torchloader.is_torchs(source):
-            self._shared.carry(source, left)
+        elif left and not torchloader.is_torchs(source) and self._shared.carry(source, left):
             left = []
         for ticket in left:
             ticket.error = None  # its traceback leads back to the ticket, and holds torch's iterator until a collection

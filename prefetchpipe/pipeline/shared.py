@@ -120,18 +120,23 @@ class Shared:
 
     # One-shot sources
 
-    def carry(self, source: Any, tickets: list[Ticket]) -> None:
+    def carry(self, source: Any, tickets: list[Ticket]) -> bool:
         """Keep batches that were taken out of ``source`` and not delivered, if it may be iterated again.
 
         It may if somebody holds it: it is the loader itself, or the loader keeps it and hands it out again.
+
+        Returns:
+            Whether they are kept.
         """
         if isinstance(source, AsyncSource) and source.own:
-            return  # made for the pass that ends
+            return False  # made for the pass that ends
         tickets = [ticket for ticket in tickets if not isinstance(ticket.error, SourceLeftError)]
-        if sys.getrefcount(source) > _OWN_REFERENCES:
-            with self.lock:
-                before = self._carried[1] if self._carried is not None and self._carried[0] is source else []
-                self._carried = source, before + tickets
+        if sys.getrefcount(source) <= _OWN_REFERENCES:
+            return False
+        with self.lock:
+            before = self._carried[1] if self._carried is not None and self._carried[0] is source else []
+            self._carried = source, before + tickets
+        return True
 
     def take_carried(self, source: Any) -> list[Ticket]:
         """What an earlier pass over the same source left; the next pass begins with it."""

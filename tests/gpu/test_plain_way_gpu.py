@@ -30,7 +30,7 @@ def test_c4_c5_a_buffer_used_again_behind_a_slow_gpu(is_pinned: bool) -> None:
         buffer.fill_(-1)
 
     prefetcher = GPUPrefetcher(rows(), "cuda")
-    prefetcher._shared.plain = PlainWay(prefetcher._shared)
+    prefetcher._shared.plain = PlainWay(prefetcher._shared.counters)
     prefetcher._shared.plain.choose("a test")
     readings = Readings("cuda", 60)
     for index, batch in enumerate(prefetcher):

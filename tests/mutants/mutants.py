@@ -405,7 +405,7 @@ MUTANTS = (
         "what a dropped pass took from a one-shot source is lost",
         PRODUCER,
         "self._shared.carry(source, left)",
-        "pass",
+        "False",
         1,
         _ordering("test_c1_what_a_dropped_pass_took_from_a_one_shot_source_is_not_lost"),
     ),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +63,7 @@ def by_clock(
 def always(device: SimulatedDevice, loader: Any) -> GPUPrefetcher:
     """One for which an earlier pass has found that the plain way pays."""
     prefetcher = GPUPrefetcher(loader, device)
-    prefetcher._shared.plain = PlainWay(prefetcher._shared)
+    prefetcher._shared.plain = PlainWay(prefetcher._shared.counters)
     prefetcher._shared.plain.choose("a test")
     prefetcher._shared.counters.clock = lambda: 0.0  # nothing takes long
     return prefetcher
@@ -269,6 +272,35 @@ def test_c3_c4_a_batch_of_a_pass_that_was_left_goes_to_another_stream(device: Si
     device.launch(lambda view: view.fill_(7), other)
     device.synchronize()
     assert read == [31.0]
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_c9_nothing_waits_for_the_collector(device: SimulatedDevice, error: bool) -> None:
+    """Neither for what chooses the way, nor for an error of a transform that nobody took."""
+
+    class Batches(list[torch.Tensor]):
+        pass
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        if float(batch[0]) == 3:
+            raise ValueError("batch 3")
+        return batch
+
+    loader = Batches(filled(index) for index in range(9))
+    alive = weakref.ref(loader)
+    gc.collect()
+    gc.disable()
+    try:
+        options: dict[str, Any] = {"transform": transform, "fetch": "thread"} if error else {}
+        prefetcher = GPUPrefetcher(loader, device, **options)
+        iterator: Any = iter(prefetcher)
+        next(iterator)
+        while error and not iterator._producer._ended:
+            time.sleep(0.001)
+        del iterator, prefetcher, loader
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_c9_closed_by_the_loader_itself(device: SimulatedDevice) -> None:
