@@ -120,13 +120,23 @@ def threaded_pass(loader: Any, depth: int = 2) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_c8_the_caller_finds_all_credits_when_the_thread_has_retired(depth: int) -> None:
-    iterator, producer = threaded_pass([filled(index) for index in range(40)], depth)
+    inside, leave, rows = held_up_at(8, 40)
+    iterator, producer = threaded_pass(rows, depth)
+    assert inside.wait(TIMEOUT)  # everything before is taken: the other credits are there for the thread
+    retiring = Thread(producer._retire_thread)
+    while not producer._is_retiring:
+        time.sleep(0.001)
+    leave.set()  # it takes one of them before it sees that it is to end
+    assert retiring.result()
+    credits = [producer._credits.get() for _ in range(producer._credits.qsize())]
+    credits = [credit for credit in credits if credit is not producer_module._WAITING]
+    assert len(credits) == depth - 1  # the batch that it was at has the last one
+    for credit in credits:
+        producer._credits.put(credit)
     values = []
     for batch in iterator:
         iterator._device.synchronize()
         values.append(float(batch[0]))
-        if len(values) == 10:
-            assert producer._retire_thread()
     assert values == list(range(9, 41))
 
 
