@@ -128,10 +128,10 @@ def test_c8_the_caller_finds_all_credits_when_the_thread_has_retired(depth: int)
         time.sleep(0.001)
     leave.set()  # it takes one of them before it sees that it is to end
     assert retiring.result()
-    credits = [producer._credits.get() for _ in range(producer._credits.qsize())]
-    credits = [credit for credit in credits if credit is not producer_module._WAITING]
-    assert len(credits) == depth - 1  # the batch that it was at has the last one
-    for credit in credits:
+    left = [producer._credits.get() for _ in range(producer._credits.qsize())]
+    left = [credit for credit in left if credit is not producer_module._WAITING]
+    assert len(left) == depth - 1  # the batch that it was at has the last one
+    for credit in left:
         producer._credits.put(credit)
     values = []
     for batch in iterator:
