@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.asyncsource import AsyncSource, start_async_source
-from prefetchpipe.pipeline.producer import LEAVE_SECONDS, Producer
+from prefetchpipe.pipeline.leaving import LEAVE_SECONDS
+from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.prefetcher import GPUPrefetcher, _Pass
 

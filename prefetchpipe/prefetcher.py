@@ -20,8 +20,9 @@ from prefetchpipe.options import Fetch, Options, Workers
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.flagged import refuse_flagged
+from prefetchpipe.pipeline.leaving import exiting
 from prefetchpipe.pipeline.plainway import NOT_PLAIN, PlainWay
-from prefetchpipe.pipeline.producer import Producer, exiting
+from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.ranged import RangedProducer
 from prefetchpipe.pipeline.shared import Shared, can_rewind
 from prefetchpipe.pipeline.static import StaticBatches

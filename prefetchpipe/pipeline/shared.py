@@ -19,8 +19,8 @@ from prefetchpipe.device.base import Device
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options, usable_cores
 from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError
+from prefetchpipe.pipeline.leaving import Leaving
 from prefetchpipe.pipeline.plainway import PlainWay
-from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.timing import CopyTimer
@@ -70,7 +70,7 @@ class Shared:
         self.thread_pays: bool | None = None
         """Whether a thread that was to hide the loop's own work has done so; None: not tried."""
         self.thread_reason = ""
-        self.newest: weakref.ref[Producer] | None = None
+        self.newest: weakref.ref[Leaving] | None = None
         self.state: CapturedState | None = None
         self.has_state = callable(attribute(loader, "state_dict"))
         self._generators = _own_generators(loader)
@@ -165,7 +165,7 @@ class Shared:
         """The states of the generators that the user gave to the DataLoader or its sampler."""
         return [generator.get_state() for generator in self._generators] or None
 
-    def restore_draws(self, producer: Producer, taken: Any, sent: Any) -> None:
+    def restore_draws(self, producer: Leaving, taken: Any, sent: Any) -> None:
         """A pass is left: take back what was drawn for batches beyond the last one taken.
 
         Torch's sampler draws once more behind the last batch, so a later pass would go on elsewhere than after the
@@ -247,7 +247,7 @@ class Shared:
             steady=times,
         )
 
-    def capture_state(self, producer: Producer) -> CapturedState | None:
+    def capture_state(self, producer: Leaving) -> CapturedState | None:
         """The loader's state now, for the batch just fetched (contract 11)."""
         if not self.has_state or not self.is_newest(producer):
             return None
@@ -256,7 +256,7 @@ class Shared:
         except Exception as error:  # noqa: BLE001 - the loop did not ask for it; who does will see it
             return CapturedState(error=error)
 
-    def is_newest(self, producer: Producer) -> bool:
+    def is_newest(self, producer: Leaving) -> bool:
         """Whether the loader's state is about this pass."""
         return self.newest is not None and self.newest() is producer
 

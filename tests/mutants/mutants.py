@@ -44,6 +44,8 @@ def _workers(*names: str) -> tuple[str, ...]:
 
 TRANSFER = "pipeline/transfer.py"
 PRODUCER = "pipeline/producer.py"
+FETCHING = "pipeline/fetching.py"
+LEAVING = "pipeline/leaving.py"
 STAGING = "pipeline/staging.py"
 RING = "memory/ring.py"
 PREFETCHER = "prefetcher.py"
@@ -204,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "the host does not wait for the device to be done with an earlier batch",
-        PRODUCER,
+        FETCHING,
         "self._device.synchronize(done)",
         "pass",
         4,
@@ -228,7 +230,7 @@ MUTANTS = (
     ),
     Mutant(
         "the producer's thread takes memory from the pool of another stream than it copies on",
-        PRODUCER,
+        FETCHING,
         "self._device.bind_thread()",
         "pass",
         4,
@@ -236,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "a batch sent by the caller takes memory from the pool of the caller's stream",
-        PRODUCER,
+        FETCHING,
         "with self._device.on_copy_stream():",
         "with nullcontext():",
         4,
@@ -261,7 +263,7 @@ MUTANTS = (
     ),
     Mutant(
         "every source counts as one that is not reused",
-        PRODUCER,
+        FETCHING,
         "not torchloader.gives_up_memory(shared.loader)",
         "False",
         5,
@@ -351,7 +353,7 @@ MUTANTS = (
     # Contracts 1, 7, 8, 9, 11: the order of tickets, and how a pass ends
     Mutant(
         "the end and an error overtake the batches before them",
-        PRODUCER,
+        FETCHING,
         "self._ready.put(ticket)  # contract 1: before",
         "while ticket.final and not self._ready.empty():\n"
         "                self._ready.get()\n            self._ready.put(ticket)  # contract 1: before",
@@ -379,15 +381,15 @@ MUTANTS = (
     ),
     Mutant(
         "a thread that retires takes its credit along",
-        PRODUCER,
-        "for unused in [credit] * (credit is not _WAITING) + [None] * aside:",
+        FETCHING,
+        "for unused in [credit] * (credit is not WAITING) + [None] * aside:",
         "for unused in []:",
         8,
         ("tests/unit/test_thread_trial.py::test_c8_the_caller_finds_all_credits_when_the_thread_has_retired",),
     ),
     Mutant(
         "a thread retires while a consumer waits for it",
-        PRODUCER,
+        FETCHING,
         "if self._consumers_waiting or self._stopping:",
         "if self._stopping:",
         1,
@@ -395,7 +397,7 @@ MUTANTS = (
     ),
     Mutant(
         "only one of several waiting threads hears of the end",
-        PRODUCER,
+        LEAVING,
         "self._ready.put(end_ticket())  # for another",
         "pass  # for another",
         1,
@@ -403,7 +405,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a dropped pass took from a one-shot source is lost",
-        PRODUCER,
+        LEAVING,
         "self._shared.carry(source, left)",
         "False",
         1,
@@ -419,7 +421,7 @@ MUTANTS = (
     ),
     Mutant(
         "credits do not bound the look-ahead",
-        PRODUCER,
+        FETCHING,
         "for _ in range(self._options.depth):",
         "for _ in range(99):",
         8,
@@ -435,7 +437,7 @@ MUTANTS = (
     ),
     Mutant(
         "close keeps the batches that were ahead",
-        PRODUCER,
+        LEAVING,
         "while not self._ready.empty():\n            ticket",
         "while False:\n            ticket",
         9,
@@ -443,7 +445,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pass is given back although somebody is in the middle of a batch",
-        PRODUCER,
+        LEAVING,
         "if not self._inside.acquire(timeout=min(seconds, LEAVE_SECONDS)):",
         "self._inside = threading.Lock()\n        if not self._inside.acquire():",
         9,
@@ -459,7 +461,7 @@ MUTANTS = (
     ),
     Mutant(
         "stopping a pass does not wake its consumer",
-        PRODUCER,
+        LEAVING,
         "self._ready.put(failed_ticket(self._closed()))  # a consumer that waits",
         "pass  # a consumer that waits",
         9,
@@ -483,7 +485,7 @@ MUTANTS = (
     ),
     Mutant(
         "an older pass draws ahead while a newer one draws",
-        PRODUCER,
+        FETCHING,
         "if self._is_held_back and not self._consumers_waiting:",
         "if False:",
         10,
@@ -491,7 +493,7 @@ MUTANTS = (
     ),
     Mutant(
         "a newer pass begins where an older one has drawn ahead",
-        PRODUCER,
+        LEAVING,
         "            if not self._released:  # a pass",
         "            if False:  # a pass",
         10,
@@ -499,7 +501,7 @@ MUTANTS = (
     ),
     Mutant(
         "the state is taken before its batch",
-        PRODUCER,
+        FETCHING,
         "batch = self._next(self.source)\n",
         "early = self._shared.capture_state(self)\n                    batch = self._next(self.source)\n"
         "                    self._shared.capture_state = lambda _: early\n",
@@ -517,7 +519,7 @@ MUTANTS = (
     # Contract 15: the device is full
     Mutant(
         "a full device is not given time by the batches before",
-        PRODUCER,
+        FETCHING,
         "or not self._wait_for_memory(tries):",
         "or True:",
         15,
@@ -870,7 +872,7 @@ MUTANTS = (
     ),
     Mutant(
         "no slot is given back while a worker is waited for",
-        PRODUCER,
+        FETCHING,
         "            self.transfer.return_slots()\n",
         "",
         6,

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.device import cuda
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.pipeline import producer
+from prefetchpipe.pipeline import fetching, producer
 from prefetchpipe.pipeline.pace import Pace
 from prefetchpipe.ranks import local_world_size, usable_cores
 
@@ -216,7 +216,7 @@ def test_a_caller_with_one_thread_starts_ours_for_large_batches(monkeypatch: pyt
 
 def test_c13_eight_ranks_do_not_pack_with_all_cores_each(monkeypatch: pytest.MonkeyPatch, sim: Any) -> None:
     limits: list[int] = []
-    monkeypatch.setattr(producer, "limit_packing_threads", limits.append)
+    monkeypatch.setattr(fetching, "limit_packing_threads", limits.append)
     bind(monkeypatch, own=16, parent=16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     list(GPUPrefetcher([torch.ones(2)], sim, fetch="thread"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prefetchpipe import GPUPrefetcher
-from prefetchpipe.pipeline import producer as producer_module
+from prefetchpipe.pipeline import fetching
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import TIMEOUT, Thread, held_up_at, join_ours, our_threads
@@ -20,7 +20,7 @@ from tests.support import TIMEOUT, Thread, held_up_at, join_ours, our_threads
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may need long for a thread that is not held up."""
-    monkeypatch.setattr(producer_module, "_RETIRE_SECONDS", TIMEOUT)
+    monkeypatch.setattr(fetching, "_RETIRE_SECONDS", TIMEOUT)
 
 
 def filled(index: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_c8_the_caller_finds_all_credits_when_the_thread_has_retired(depth: int)
     leave.set()  # it takes one of them before it sees that it is to end
     assert retiring.result()
     left = [producer._credits.get() for _ in range(producer._credits.qsize())]
-    left = [credit for credit in left if credit is not producer_module._WAITING]
+    left = [credit for credit in left if credit is not fetching.WAITING]
     assert len(left) == depth - 1  # the batch that it was at has the last one
     for credit in left:
         producer._credits.put(credit)
@@ -170,7 +170,7 @@ def test_c1_a_thread_that_somebody_waits_for_stays() -> None:
 
 
 def test_a_thread_that_is_held_up_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer_module, "_RETIRE_SECONDS", 0.05)
+    monkeypatch.setattr(fetching, "_RETIRE_SECONDS", 0.05)
     inside, leave, rows = held_up_at(9, 20)
     iterator, producer = threaded_pass(rows)
     assert inside.wait(TIMEOUT)
