@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from prefetchpipe.batch.layout import is_plain
+from prefetchpipe.batch.move import move
 from prefetchpipe.device.base import Kernel
 from prefetchpipe.errors import PinnedMemoryError
 
@@ -354,7 +356,9 @@ class SimulatedDevice:
         self._enqueue(stream, nbytes / self._bandwidth, begin, run)
 
     def plain_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The host waits until it has arrived."""
+        """The host waits until it has arrived. What is not just strided bytes is moved without a copy of ours."""
+        if not is_plain(tensor):
+            return move(tensor, tensor.device)  # type: ignore[no-any-return] # a tensor for a tensor
         dense = tensor.clone()
         arrived = self.empty(dense.shape, dense.stride(), dense.dtype)
         stream = self.current_stream()

@@ -84,6 +84,27 @@ def test_the_quicker_way_stays(device: SimulatedDevice) -> None:
     assert prefetcher.stats().since(stats).plain_bytes == 14 * TINY * 4
 
 
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8),
+        torch.ones(3, 0),
+    ],
+    ids=["conjugate", "negative", "quantized", "empty"],
+)
+def test_c12_what_is_not_just_bytes(device: SimulatedDevice, leaf: torch.Tensor) -> None:
+    prefetcher = always(device, [[leaf, filled(index)] for index in range(20)])
+    for index, (arrived, other) in enumerate(prefetcher):
+        device.synchronize()
+        assert torch.equal(arrived.dequantize(), leaf.dequantize()) if leaf.is_quantized else torch.equal(arrived, leaf)
+        assert (arrived.dtype, arrived.stride()) == (leaf.dtype, leaf.clone().stride())  # dense, as by .to()
+        assert (arrived.is_conj(), arrived.is_neg()) == (leaf.is_conj(), leaf.is_neg())
+        assert value(device, other) == index + 1
+    assert prefetcher.stats().path == "plain"
+
+
 def test_the_usual_way_stays_where_it_is_as_quick(device: SimulatedDevice) -> None:
     prefetcher, ways, _ = by_clock(device, [filled(0)] * 200, 1e-4, lambda _: 1e-4)
     assert sum(ways) == 32
