@@ -32,6 +32,7 @@ class KernelMover:
 
     def __init__(self, rows: HostRows, device: Device, budget: PinnedMemory, kernels: RowKernels) -> None:
         self._rows = rows
+        self._count = rows.tensor.shape[0]  # len() of a tensor is slow, and asked for at every move
         self._device = device
         self._budget = budget
         self._kernels = kernels
@@ -69,7 +70,7 @@ class KernelMover:
         """On the device: the host would have to wait for their number, so there is room for the most there can be."""
         if not len(index):
             return Distinct(Index(index.ids, (0,), resident=True, is_distinct=True), index.ids)
-        fault, rows = self._fault_of(index), len(self._rows.tensor)
+        fault, rows = self._fault_of(index), self._count
         return self._kernels.distinct(index.ids, rows, fault=fault, device=self._device)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
@@ -132,7 +133,7 @@ class KernelMover:
 
     def moves_with(self, other: object) -> bool:
         """Whether rows of both can go in one launch."""
-        return isinstance(other, KernelMover) and len(other._rows.tensor) == len(self._rows.tensor)
+        return isinstance(other, KernelMover) and other._count == self._count
 
     def _run(self, what: str, index: Index, stream: Stream, move: Callable[[torch.Tensor | None], None]) -> None:
         """As they are, or sorted first; distinct ids ascend already."""
@@ -147,7 +148,7 @@ class KernelMover:
         return distinct if index.is_distinct else given
 
     def _order(self, index: Index, stream: Stream) -> torch.Tensor:
-        rows = len(self._rows.tensor)
+        rows = self._count
         keys = self._kernels.keys(index.ids, rows, fault=None, device=self._device, stream=stream)
         self._device.before_kernels()
         return torch.sort(keys, stable=True)[1]  # stable: the last of equal ids stays the last
@@ -171,7 +172,7 @@ class KernelMover:
         """For the dtypes without a kernel; waits for the current stream."""
         self._device.before_kernels()
         ids, new = index.ids.cpu(), values.cpu()
-        check_range(ids, len(self._rows.tensor), index.shape)
+        check_range(ids, self._count, index.shape)
         self.settle()
         self._rows.tensor.index_add_(0, ids, new)
 
@@ -188,7 +189,7 @@ class KernelMover:
             if fault[0] == 2:  # noqa: PLR2004 - the kernel writes it last
                 _, value, position = fault.tolist()
                 fault[:] = 0
-                raise out_of_range(value, None if is_distinct else position, len(self._rows.tensor), None)
+                raise out_of_range(value, None if is_distinct else position, self._count, None)
 
     def close(self) -> None:
         """See the protocol."""
