@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,10 @@ import pytest
 from tests.support import join_ours, our_threads
 
 PHASES = pytest.StashKey[dict[str, bool]]()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs so, and the scripts that get Ctrl-C from a test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -182,9 +182,12 @@ class Fetching(Leaving):
                 with self._device.on_copy_stream():
                     return transfer.send(batch, modes, self._copy_stream, caller=stream, reusable_source=reusable)
             except torch.OutOfMemoryError:
-                if not self._threaded or not self._wait_for_memory(tries):
+                if not self._threaded or tries > self._options.depth:
                     raise
-                tries += 1
+                was_taken = self._wait_for_memory()
+                if was_taken is None:
+                    raise
+                tries += not was_taken  # waits for batches of ours end by themselves, with the last of them
 
     def _wait_until_done(self, done: Event) -> None:
         """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth + 1`` back."""
@@ -328,28 +331,28 @@ class Fetching(Leaving):
 
     # Device memory
 
-    def _wait_for_memory(self, tries: int) -> bool:
+    def _wait_for_memory(self) -> bool | None:
         """The device is full (contract 15): go on with less depth once the consumer has taken a batch.
 
         The loader is not being asked meanwhile, so nobody is inside: a newer pass may begin.
 
         Returns:
-            Whether another try may succeed.
+            Whether a batch was waited for; False: nothing of ours was left to be taken; None: the pass was left.
         """
         self._insider = 0
         self._inside.release()
         try:
-            may_succeed = self._is_memory_freed(tries)
+            was_taken = self._until_memory_is_freed()
         finally:
             self._inside.acquire()
             self._insider = threading.get_ident()
-        return may_succeed and not self._stopping
+        return None if self._stopping else was_taken
 
-    def _is_memory_freed(self, tries: int) -> bool:
+    def _until_memory_is_freed(self) -> bool | None:
         if self._sent > self._taken:
             credit = self._credits.get()
             if credit is STOP:
-                return False
+                return None
             if credit is not WAITING:
                 self._wait_until_done(credit)
                 self._depth -= 1
@@ -362,7 +365,7 @@ class Fetching(Leaving):
         while not self._consumers_waiting:
             credit = self._credits.get()
             if credit is STOP:
-                return False
+                return None
             if credit is not WAITING:
                 aside.append(credit)
         for credit in aside:
@@ -372,7 +375,7 @@ class Fetching(Leaving):
             event = self._device.new_event()
             self._device.record(event, stream)
             self._device.synchronize(event)  # contract 15: what its work still reads comes free then
-        return tries < 1 + self._options.depth
+        return False
 
     def _warn_of_depth(self) -> None:
         if not self._shared.depth_warned:

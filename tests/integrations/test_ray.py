@@ -17,7 +17,7 @@ from tests.support import Thread, assert_same, collect, is_cuda, leaves_of, sett
 ray = pytest.importorskip("ray")
 RayTaskError = ray.exceptions.RayTaskError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -520,12 +520,20 @@ MUTANTS = (
     Mutant(
         "a full device is not given time by the batches before",
         FETCHING,
-        "or not self._wait_for_memory(tries):",
+        "or tries > self._options.depth:",
         "or True:",
         15,
         (f"{_MEMORY}test_c15_m4_device_memory_for_two_batches_at_depth_four[thread-]",),
     ),
     # Contract 2: leaves are independent
+    Mutant(
+        "waits for batches that are not taken yet use up the tries of a full device",
+        FETCHING,
+        "tries += not was_taken ",
+        "tries += 1 ",
+        15,
+        ("tests/unit/test_corners.py::test_c15_waiting_for_batches_that_are_taken_late_does_not_count",),
+    ),
     Mutant(
         "leaves are autograd views of one slab",
         "batch/layout.py",

@@ -10,6 +10,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from prefetchpipe import GPUPrefetcher, IteratorClosedError, PrefetchWarning
+from prefetchpipe.pipeline import fetching
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.testing import SimulatedDevice
-from tests.support import TIMEOUT, Thread
+from tests.support import TIMEOUT, Thread, held_up_at
 
 FETCH = ["thread", "caller", "auto"]
 
@@ -411,6 +413,44 @@ def test_c15_short_of_memory_on_every_path(fetch: str) -> None:
     assert values == [float(i) for i in range(12)]
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:device memory is full")
+def test_c15_waiting_for_batches_that_are_taken_late_does_not_count() -> None:
+    """Whatever wakes the thread before the consumer has taken what is there: a busy machine, other consumers."""
+    failures = []
+
+    class Counting(SimulatedDevice):
+        def alloc(self, nbytes: int) -> torch.Tensor:
+            try:
+                return super().alloc(nbytes)
+            except torch.OutOfMemoryError:
+                failures.append(nbytes)
+                raise
+
+    def wait_for_failures(count: int) -> None:
+        while len(failures) < count:
+            time.sleep(0.001)
+
+    inside, leave, rows = held_up_at(2, 6)
+    device = Counting(memory_limit=64 * 4 * 2)
+    iterator: Any = iter(GPUPrefetcher(rows, device, depth=2, fetch="thread"))
+    kept = [next(iterator)]
+    assert inside.wait(TIMEOUT)  # one is taken, one is there, and there is no room for the third
+    for _ in range(9):
+        iterator._producer._credits.put(fetching.WAITING)
+    leave.set()
+    wait_for_failures(10)
+    kept.append(next(iterator))
+    wait_for_failures(11)  # nothing is left to be taken, and the consumer has not let go yet
+    device.synchronize()
+    values = [float(batch[0]) for batch in kept]
+    kept.clear()
+    for batch in iterator:
+        device.synchronize()
+        values.append(float(batch[0]))
+    assert values == [1, 2, 3, 4, 5, 6]
+
+
 def test_l7_a_subclass_keeps_its_own_attributes() -> None:
     class Named(GPUPrefetcher):
         pass
@@ -724,13 +764,13 @@ def test_c9_l5_a_new_pass_begins_while_the_source_gives_nothing(first: str) -> N
 @pytest.mark.timeout(20)
 def test_c9_l5_m4_a_new_pass_begins_while_the_older_one_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = threading.Event()
-    is_memory_freed = Producer._is_memory_freed
+    until_memory_is_freed = Producer._until_memory_is_freed
 
-    def seen(self: Producer, tries: int) -> bool:
+    def seen(self: Producer) -> bool | None:
         waits.set()
-        return is_memory_freed(self, tries)
+        return until_memory_is_freed(self)
 
-    monkeypatch.setattr(Producer, "_is_memory_freed", seen)
+    monkeypatch.setattr(Producer, "_until_memory_is_freed", seen)
     nbytes = 100 * 1024
     device = SimulatedDevice(memory_limit=int(2.5 * nbytes))
     data = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(8)]
