@@ -231,7 +231,7 @@ class Fetching(Leaving):
             return False
         thread = threading.Thread(target=self._thread_main, name=f"prefetchpipe-producer-{self._number}", daemon=True)
         try:
-            thread.start()
+            thread.start()  # waits for it; interrupted there by Ctrl-C, it finds that it is not ours, and goes
         except RuntimeError:  # no more threads to be had: the consumer's own goes on
             self._may_start = False
             self._pace = None
@@ -248,6 +248,9 @@ class Fetching(Leaving):
         return True
 
     def _thread_main(self) -> None:
+        with self._inside:  # whoever starts it is
+            if self._thread is not threading.current_thread():
+                return
         self._modes.run(self._run)
         while self._leaves:
             self._leaves = False

@@ -209,7 +209,12 @@ class Offload:
                 job.slot, job.layout, job.places = slot, layout, places
                 for i in places:
                     job.leaves[i] = None
-        self._move_others(job)
+        try:
+            self._move_others(job)
+        except BaseException:
+            if job.slot is not None:
+                self._retire(job.slot)
+            raise
         return job
 
     def _is_resident(self, leaf: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from _queue import Empty
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from prefetchpipe.pipeline.shared import Shared
 
 __all__ = ["Producer"]
+
+_STARVED_SECONDS = 0.5
+"""Who waits for longer looks whether there is a credit left at all: Ctrl-C may take one along, anywhere."""
 
 _SEVERAL_THREADS = 4
 _HEAVY_FETCH_SECONDS = 2e-3
@@ -137,7 +141,7 @@ class Producer(Fetching):
         try:
             if not self._threaded:  # from here on it would not have retired
                 return None
-            ticket = self._ready.get()
+            ticket = self._ready_ticket()
             ready = ticket.sent_at
         except Exception:
             # Raised by a signal handler inside the wait. Torch's, for a dead worker, ends the pass.
@@ -147,6 +151,16 @@ class Producer(Fetching):
         finally:
             self._end_wait(started, ready)
         return ticket
+
+    def _ready_ticket(self) -> Ticket:
+        while True:
+            try:
+                return self._ready.get(timeout=_STARVED_SECONDS)
+            except Empty:
+                # The thread has come by our token and all before it, and is at no batch; those sent came nowhere.
+                if self._credits.empty() and not self._inside.locked() and self._sent > self._taken:
+                    self._credits.put(None)
+                    self._credits.put(WAITING)
 
     def _begin_wait(self) -> float:
         started = self._counters.clock()
@@ -209,10 +223,10 @@ class Producer(Fetching):
     def _take_here(self, stream: Stream) -> Ticket | None:
         """The short path: no hand-off between threads. None if a thread has taken over."""
         with self._inside:  # contract 1: a second consumer's thread waits for its turn
-            self._insider = threading.get_ident()
-            if self._pace is not None:
-                self._pace.enter()
             try:
+                self._insider = threading.get_ident()
+                if self._pace is not None:
+                    self._pace.enter()
                 if self._options.fetch == "thread" and not self._threaded:
                     self._start("fetch='thread' was asked for")
                 if self._threaded or self._stopping:
@@ -222,12 +236,14 @@ class Producer(Fetching):
                 credit = self._credit()
                 if credit is STOP:
                     return None
-                behind = self._pace is not None and self._pace.may_start and not self._waits_for_choice
-                behind = behind and self._is_behind(credit)
-                if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
-                    self._credits.put(credit)
-                    return None
                 try:
+                    behind = self._pace is not None and self._pace.may_start and not self._waits_for_choice
+                    behind = behind and self._is_behind(credit)
+                    if behind and self._start(
+                        "the device is slower than the loop: a thread waits for it, not the loop"
+                    ):
+                        self._credits.put(credit)
+                        return None
                     self._wait_until_done(credit)
                 except BaseException:
                     self._credits.put(credit)  # Ctrl-C in the wait: the next call finds its credit again
@@ -247,9 +263,15 @@ class Producer(Fetching):
 
     def _credit(self) -> Any:
         """The next one; what only wakes a thread is nothing here."""
-        credit = self._credits.get()
+        credit = WAITING
         while credit is WAITING:
-            credit = self._credits.get()
+            try:
+                credit = self._credits.get_nowait()
+            except Empty:  # another consumer's thread is about to give one
+                try:
+                    credit = self._credits.get(timeout=_STARVED_SECONDS)
+                except Empty:
+                    return None
         return credit
 
     def _is_behind(self, done: Event) -> bool:
@@ -265,7 +287,12 @@ class Producer(Fetching):
         if not ticket.final:
             pays = self._pace.end(self._fetch_seconds, self._send_seconds)
             if pays and (not self._pace.is_for_loop or self._may_try_thread()):
-                self._start(self._pace.reason, is_trial=self._pace.is_for_loop)
+                try:
+                    self._start(self._pace.reason, is_trial=self._pace.is_for_loop)
+                except BaseException:
+                    self.transfer.seal(ticket, stream)
+                    self._ready.put(ticket)  # Ctrl-C while a thread starts: the next call finds the batch
+                    raise
             else:
                 self._on_caller_stream = self._pace.may_start and self.transfer.suits_consumer_stream()
                 tried = self._shared.thread_reason if self._pace.is_for_loop else ""
@@ -278,28 +305,28 @@ class Producer(Fetching):
 
         No credit is used: nothing is ahead. Whatever is not a plain batch becomes a ticket.
         """
-        if not self._inside.acquire(blocking=False):  # another consumer's thread is inside, or the loader itself calls
+        if self._inside.locked():  # another consumer's thread is inside, or the loader itself calls
             return NOT_PLAIN
-        try:
+        with self._inside:  # not `acquire` and `try`: Ctrl-C may come between the two
             if self._threaded or self._ended or self._stopping or self._predecessor or not self._ready.empty():
                 return NOT_PLAIN
-            self._insider = threading.get_ident()
-            with self._device.beside_captures():
-                batch, ticket = self._fetched_plainly()
-            if ticket is not None:
-                self._ended = ticket.final
-                if not self._credits.empty():
-                    self._credits.get()  # contract 8: `allow` will give one for it
-                self.transfer.seal(ticket, self._device.current_stream())
-                self._ready.put(ticket)
-            is_left = self.is_stopping
-            if is_left and ticket is None:
-                ticket = Ticket()
-                ticket.batch, ticket.from_source = batch, True
-                self._keeps_if_left(ticket, self._device.current_stream())
-        finally:
-            self._insider = 0
-            self._inside.release()
+            try:
+                self._insider = threading.get_ident()
+                with self._device.beside_captures():
+                    batch, ticket = self._fetched_plainly()
+                if ticket is not None:
+                    self._ended = ticket.final
+                    if not self._credits.empty():
+                        self._credits.get()  # contract 8: `allow` will give one for it
+                    self.transfer.seal(ticket, self._device.current_stream())
+                    self._ready.put(ticket)
+                is_left = self.is_stopping
+                if is_left and ticket is None:
+                    ticket = Ticket()
+                    ticket.batch, ticket.from_source = batch, True
+                    self._keeps_if_left(ticket, self._device.current_stream())
+            finally:
+                self._insider = 0
         if is_left:  # contract 9: whoever is inside gives back
             self._release()
             raise self._closed()

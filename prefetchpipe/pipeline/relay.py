@@ -112,9 +112,9 @@ class Relay:
             return
         self._is_left = True
         self._requests.put(False)
+        self._tell_waiter()  # before the thread can say what brought it back out of the source
         if self._on_leave is not None:
             self._on_leave()
-        self._tell_waiter()
         if self._thread is None or not self._thread.is_alive():
             self._give_back()
 

@@ -948,6 +948,32 @@ def test_a_one_shot_source_goes_on_on_the_way_back(run: Run, device: Any, kind: 
     run(main)
 
 
+def test_who_waits_on_the_way_back_hears_that_the_pass_was_closed(run: Run) -> None:
+    class Silent:
+        async def __aiter__(self) -> AsyncIterator[torch.Tensor]:
+            yield filled(0)
+            await anyio.sleep_forever()
+
+    async def main() -> None:
+        iterator: Any = aiter(HostPrefetcher(Silent(), device="cpu"))
+        await anext(iterator)
+
+        async def wait() -> None:
+            with pytest.raises(IteratorClosedError, match="this pass was closed") as caught:
+                await anext(iterator)
+            assert caught.type is IteratorClosedError
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            relay = iterator._relay
+            bring_back = relay._on_leave
+            relay._on_leave = lambda: (bring_back(), relay.join())  # the thread has all the time to say something else
+            relay.leave()
+
+    run(main)
+
+
 def test_an_error_on_the_way_back(run: Run, device: Any) -> None:
     async def bad() -> AsyncIterator[torch.Tensor]:
         yield filled(0)

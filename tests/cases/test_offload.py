@@ -337,6 +337,19 @@ def test_c7_an_interrupt_is_raised_at_once_and_loses_nothing(device: Any) -> Non
     assert [float(batch[0]) for batch in iterator] == [1, 2, 4, 5]
 
 
+def test_c14_a_leaf_that_fails_beside_a_packed_one_costs_no_slot(device: Any) -> None:
+    class Stubborn:
+        def to(self, *_: Any, **__: Any) -> Any:
+            raise ValueError("stays where it is")
+
+    prefetcher = HostPrefetcher([(filled(device, 1, LARGE), Stubborn())], depth=1, device=device)
+    for _ in range(5):  # more often than there are slots
+        with pytest.raises(ValueError, match="stays where it is"):
+            next(iter(prefetcher))
+    prefetcher.close()
+    assert prefetcher.stats().pinned_bytes == 0
+
+
 def test_c7_a_source_that_advances_its_own_iterator(device: Any) -> None:
     iterator: Any = None
 

@@ -388,6 +388,22 @@ MUTANTS = (
         ("tests/unit/test_thread_trial.py::test_c8_the_caller_finds_all_credits_when_the_thread_has_retired",),
     ),
     Mutant(
+        "a thread whose start was interrupted fetches beside the next one",
+        FETCHING,
+        "if self._thread is not threading.current_thread():",
+        "if False:",
+        1,
+        ("tests/unit/test_corners.py::test_c9_an_interrupted_start_of_the_thread_costs_no_batch",),
+    ),
+    Mutant(
+        "a credit that Ctrl-C took along is missed for ever",
+        PRODUCER,
+        "if self._credits.empty() and not self._inside.locked() and self._sent > self._taken:",
+        "if False:",
+        9,
+        ("tests/unit/test_corners.py::test_c9_ctrl_c_at_any_call_leaves_a_pass_that_goes_on[auto-True]",),
+    ),
+    Mutant(
         "a thread retires while a consumer waits for it",
         FETCHING,
         "if self._consumers_waiting or self._stopping:",

@@ -238,4 +238,12 @@ MUTANTS = (
         2,
         ("tests/cases/test_offload.py::test_c2_the_borrowed_batch_at_which_a_loop_is_left_stays[sim-small-break]",),
     ),
+    Mutant(
+        "a leaf that fails keeps the slot of those beside it",
+        OFFLOADING,
+        "                self._retire(job.slot)\n            raise",
+        "                pass\n            raise",
+        14,
+        ("tests/cases/test_offload.py::test_c14_a_leaf_that_fails_beside_a_packed_one_costs_no_slot[sim]",),
+    ),
 )

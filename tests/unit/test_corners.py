@@ -6,12 +6,15 @@ import contextlib
 import contextvars
 import copy
 import gc
+import inspect
 import itertools
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from prefetchpipe import GPUPrefetcher, IteratorClosedError, PrefetchWarning
-from prefetchpipe.pipeline import fetching
+from prefetchpipe import prefetcher as prefetcher_module
+from prefetchpipe.pipeline import fetching, leaving, waking
+from prefetchpipe.pipeline import pace as pace_module
+from prefetchpipe.pipeline import producer as producer_module
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import TIMEOUT, Thread, held_up_at
@@ -709,6 +715,72 @@ def test_c9_an_interrupted_wait_for_the_device_costs_no_batch() -> None:
             device.launch(lambda view: got.append(view[0].item()), batch, seconds=1.0)
     device.synchronize()
     assert (device.interrupts, got) == (1, [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+def interrupted_at(number: int, function: Callable[[], Any]) -> bool:
+    """Call ``function`` with Ctrl-C at the end of the ``number``-th call that the core makes: Python looks there."""
+    calls = itertools.count()
+    files = {inspect.getfile(module) for module in (prefetcher_module, producer_module, fetching, leaving, waking)}
+
+    def interrupt(frame: Any, event: str, _argument: Any) -> None:
+        callers = (frame, frame.f_back) if event == "return" else (frame,)
+        is_end = event in ("c_return", "return") and any(f and f.f_code.co_filename in files for f in callers)
+        if is_end and next(calls) == number:
+            raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(interrupt)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("fetch", FETCH)
+def test_c9_ctrl_c_at_any_call_leaves_a_pass_that_goes_on(
+    fetch: Any, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer_module, "_STARVED_SECONDS", 0.01)
+    monkeypatch.setattr(pace_module.Pace, "end", lambda *_: True)  # "auto": the first batch calls for a thread
+    loader = list(range(6)) if staged else [torch.tensor(index) for index in range(6)]
+    before = threading.active_count()
+    for number in itertools.count():
+        prefetcher = GPUPrefetcher(loader, SimulatedDevice() if staged else "cpu", depth=1, fetch=fetch)
+        iterator = iter(prefetcher)
+        is_hit = [interrupted_at(number, partial(next, iterator, None)) for _ in range(3)]
+        got = [int(batch) for batch in iterator]
+        assert got in ([], *(list(range(first, 6)) for first in range(4)))
+        assert [int(batch) for batch in prefetcher] == list(range(6))
+        del iterator
+        prefetcher.close()
+        if not any(is_hit):
+            break
+    assert number > 20
+    assert threading.active_count() == before
+
+
+def test_c9_an_interrupted_start_of_the_thread_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace_module.Pace, "end", lambda *_: True)
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        if len(started) == 1:
+            raise KeyboardInterrupt  # as in the wait for the thread
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    iterator = iter(GPUPrefetcher(range(6), "cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert list(iterator) == list(range(6))
+    assert len(started) == 2
+    started[0].join(TIMEOUT)
+    assert not started[0].is_alive()
 
 
 class Drawn(Dataset):
