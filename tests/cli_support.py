@@ -57,6 +57,11 @@ class Namespace:
     @staticmethod
     def inner():
         return ready
+class Odd:
+    @property
+    def loader(self):
+        raise ValueError("not yet")
+odd = Odd()
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,13 @@ _INTERRUPTED = 130
 class _Commands(TyperGroup):
     """Turns an error of ours into one line, and Ctrl-C into a quiet end."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().make_context(*args, **kwargs)
+        except Exception as error:  # an option before the command
+            _end_usage(error, ())
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -28,12 +36,16 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         except Exception as error:
-            said = getattr(error, "format_message", None)  # a usage error of click, or of the copy of it in typer
-            if said is None:
-                raise
-            known = [name for name in (ctx.invoked_subcommand,) if name in self.commands]
-            note(f"error: {' '.join(said().split())} (see: {' '.join(('prefetchpipe', *known, '--help'))})")
-            raise typer.Exit(2) from None
+            _end_usage(error, [name for name in (ctx.invoked_subcommand,) if name in self.commands])
+            raise
+
+
+def _end_usage(error: Exception, command: Sequence[str]) -> None:
+    """End with one line, if ``error`` is a usage error of click, or of the copy of it in typer."""
+    said = getattr(error, "format_message", None)
+    if said is not None and said():
+        note(f"error: {' '.join(said().split())} (see: {' '.join(('prefetchpipe', *command, '--help'))})")
+        raise typer.Exit(2) from None
 
 
 def _show_version(value: bool) -> None:

@@ -32,6 +32,8 @@ def bench(
     command = arguments[0] if arguments and not arguments[0].startswith("-") else "run"
     if as_json and command not in _MEASURING:
         raise CliError(f"--json: {command!r} measures nothing; allowed with {' and '.join(_MEASURING)}")
+    if as_json and any(argument.partition("=")[0] == "--out" for argument in arguments):
+        raise CliError("--out: with --json the results file goes to standard output; allowed: one of the two")
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     suite = importlib.import_module("benchmarks.cli")

@@ -39,7 +39,7 @@ def breakeven(
     ops: Annotated[str, typer.Option(help=f"Of {', '.join(OPERATIONS)}.")] = ",".join(OPERATIONS),
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: what is there.")] = None,
-    seconds: Annotated[float, typer.Option(help="Length of one timed window.", min=0.0)] = 0.03,
+    seconds: Annotated[float, typer.Option(help="Length of one timed window.", min=0.0, max=3600.0)] = 0.03,
     repeats: Annotated[int, typer.Option(help="Windows for each point.", min=1)] = 5,
     chart: Annotated[Path, typer.Option(help="Where the chart goes (PNG).")] = Path("breakeven.png"),
     no_chart: Annotated[bool, typer.Option("--no-chart", help="Draw none.")] = False,
@@ -50,6 +50,7 @@ def breakeven(
     """Time NumPy and torch on CPU and GPU, without and with the copies, over sizes; find the crossover."""
     target = None if no_chart else chart
     check_chart(target)
+    results.check_out(out)
     if redraw is not None:
         result = results.load(redraw, "breakeven")
     else:
@@ -101,11 +102,8 @@ def _measured(
         missing=missing_sides(device, dtype),
         curves=[{"op": c.op, "side": c.side, "sizes": c.sizes, "seconds": c.seconds} for c in curves],
         crossovers={
-            name: [
-                {"faster": c.faster, "than": c.than, "kind": c.kind, "size": c.size}
-                for c in crossovers([curve for curve in curves if curve.op == name])
-            ]
-            for name in names
+            name: [{"faster": c.faster, "than": c.than, "kind": c.kind, "size": c.size} for c in found]
+            for name, found in _crossovers(curves).items()
         },
     )
 
@@ -113,17 +111,35 @@ def _measured(
 def _read(result: dict[str, Any], path: Path | None) -> tuple[list[Curve], dict[str, list[Crossover]]]:
     try:
         curves = [
-            Curve(item["op"], item["side"], tuple(item["sizes"]), tuple(map(tuple, item["seconds"])))
+            Curve(item["op"], item["side"], tuple(map(int, item["sizes"])), tuple(_times(item["seconds"])))
             for item in result["curves"]
         ]
         found = {name: [Crossover(**item) for item in items] for name, items in result["crossovers"].items()}
-        if not curves or {curve.op for curve in curves} != set(found) or not set(found) <= set(OPERATIONS):
+        if not curves or not set(found) <= set(OPERATIONS) or found != _crossovers(curves):
             raise ValueError("curves and crossovers do not belong together")
         dict(result["missing"])
         _where(result)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CliError(f"{path} is no results file of breakeven: {error!r}") from error
     return curves, found
+
+
+def _times(seconds: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    times = [tuple(map(float, repeats)) for repeats in seconds]
+    if not all(repeats and min(repeats) > 0 for repeats in times):
+        raise ValueError("a time that is none")
+    return times
+
+
+def _crossovers(curves: Sequence[Curve]) -> dict[str, list[Crossover]]:
+    by_op = {op: [curve for curve in curves if curve.op == op] for op in dict.fromkeys(curve.op for curve in curves)}
+    for curve in curves:
+        sizes = by_op[curve.op][0].sizes
+        if curve.side not in CPU_SIDES + GPU_SIDES or not sizes or sizes != curve.sizes or min(sizes) < 1:
+            raise ValueError(f"no curve of {curve.op}: {curve.side!r} over {curve.sizes}")
+        if len(curve.seconds) != len(sizes):
+            raise ValueError(f"{len(curve.seconds)} times for {len(sizes)} sizes")
+    return {op: crossovers(chosen) for op, chosen in by_op.items()}
 
 
 def render(out: Console, curves: Sequence[Curve], found: dict[str, list[Crossover]], missing: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ import prefetchpipe
 from prefetchpipe.cli.measure.machine import Machine, read_machine
 from prefetchpipe.cli.terminal import CliError
 
-__all__ = ["SCHEMA", "document", "load", "save"]
+__all__ = ["SCHEMA", "check_out", "document", "load", "save"]
 
 SCHEMA = 1
 
@@ -30,6 +30,16 @@ def document(command: str, options: dict[str, Any], device: torch.device | None,
         "options": options,
         **content,
     }
+
+
+def check_out(path: Path | None) -> None:
+    """Before anything is measured: is ``path`` the name of a file?
+
+    Raises:
+        CliError: It is a folder.
+    """
+    if path is not None and path.is_dir():
+        raise CliError(f"--out: {str(path)!r} is a folder; allowed: the name of a file")
 
 
 def save(result: dict[str, Any], path: Path) -> None:
@@ -54,10 +64,10 @@ def load(path: Path, command: str) -> dict[str, Any]:
         CliError: No such file, no results file, one of another command, or one of another schema version.
     """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CliError(f"{path} is no JSON; allowed: a file that `prefetchpipe {command} --out` wrote") from None
     if not isinstance(result, dict) or "schema" not in result or "command" not in result:
         raise CliError(f"{path} is no results file; allowed: one that `prefetchpipe {command} --out` wrote")
@@ -69,6 +79,10 @@ def load(path: Path, command: str) -> dict[str, Any]:
     if result["command"] != command:
         raise CliError(f"{path} was written by `{result['command']}`; allowed: a file of `{command}`")
     return result
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _where(machine: Machine, device: torch.device | None) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def sweep(
     """Measure a loader of yours over batch sizes, depths and workers: table, chart, comparison with an earlier run."""
     target = None if no_chart else chart
     check_chart(target)
+    results.check_out(out)
     before = None if against is None else results.load(against, "sweep")
     earlier = [] if before is None else _read(before, against)
     where = torch_device(device)
@@ -147,7 +148,7 @@ def _read(result: dict[str, Any], path: Path | None) -> list[Point]:
             points.append(Point(**{**item, "windows": windows}))
         _where(result)
         compare(points, points)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CliError(f"{path} is no results file of sweep: {error!r}") from error
     return points
 

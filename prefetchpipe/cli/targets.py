@@ -44,9 +44,12 @@ def find(argument: str, spec: str) -> Callable[..., Any]:
         try:
             found = getattr(found, part)
         except AttributeError:
-            public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+            names = getattr(found, "__dict__", {})  # a number has none
+            public = [key for key, value in names.items() if callable(value) and not key.startswith("_")]
             there = f"; it has {', '.join(public[:8])}" if public else ""
             raise CliError(f"{argument}: {spec!r}: {place} has no {name!r}{there}") from None
+        except Exception as error:
+            raise CliError(f"{argument}: {spec!r} raised {said_by_user(error)}; {_FORMAT}") from error
     if not callable(found):
         raise CliError(f"{argument}: {spec!r} is a {type(found).__name__}; allowed: a function")
     return found  # type: ignore[no-any-return]

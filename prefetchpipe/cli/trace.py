@@ -43,6 +43,7 @@ def trace(
     """Record a few batches of a loader of yours: who waits for whom, as a Perfetto trace and as a chart."""
     target = None if no_chart else chart
     check_chart(target)
+    results.check_out(out)
     where = torch_device(device)
     with only_json_on_stdout(active=as_json):
         factory = find("LOADER", loader)

@@ -146,6 +146,8 @@ class TestBreakeven:
             (("--device", "tpu"), "--device: device must be"),
             (("--repeats", "x"), "--repeats"),
             (("--nope",), "--nope"),
+            (("--seconds", "inf"), "--seconds"),
+            (("--out", "."), "--out: '.' is a folder; allowed: the name of a file"),
         ],
     )
     def test_bad_input_is_one_line(self, arguments, said):
@@ -171,6 +173,8 @@ class TestResultsFiles:
             ("[1]", "is no results file"),
             ("{", "is no JSON"),
             ("\xff", "is no"),
+            ("[" * 100_000, "is no JSON"),
+            ('{"schema": 1, "command": "sweep", "points": [NaN]}', "is no JSON"),
         ],
     )
     def test_another_file_is_one_line(self, folder, text, said):
@@ -190,6 +194,45 @@ class TestResultsFiles:
     def test_a_damaged_file_of_breakeven_is_one_line(self, folder, content):
         (folder / "old.json").write_text(json.dumps({"schema": 1, "command": "breakeven", **content}))
         assert "is no results file of breakeven" in one_line(run("breakeven", "--from", "old.json"))
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda curve: curve.update(seconds=[]),
+            lambda curve: curve.update(seconds=[[], []]),
+            lambda curve: curve.update(seconds=[[0.0], [1.0]]),
+            lambda curve: curve.update(seconds=[[10**400], [1.0]]),
+            lambda curve: curve.update(side="nobody"),
+            lambda curve: curve.update(sizes=["a", "b"]),
+            lambda curve: curve.update(sizes=[4, 2]),
+            lambda curve: curve.update(sizes=[], seconds=[]),
+            lambda curve: curve.update(op="mlp"),
+        ],
+    )
+    def test_a_damaged_curve_is_one_line(self, folder, damage):
+        measured = document("breakeven", "--ops", "reduce", "--sizes", "2,4", "--seconds", "0", "--no-chart")
+        damage(measured["curves"][0])
+        (folder / "old.json").write_text(json.dumps(measured))
+        assert "is no results file of breakeven" in one_line(run("breakeven", "--from", "old.json"))
+
+    def test_a_damaged_point_is_one_line(self, folder):
+        measured = document("sweep", "cli_loaders:plain", "--no-chart", *SWEEP)
+        measured["points"][0]["windows"][0]["samples"] = 10**400
+        (folder / "old.json").write_text(json.dumps(measured))
+        result = run("sweep", "cli_loaders:plain", "--compare", "old.json", "--no-chart", *SWEEP)
+        assert "is no results file of sweep" in one_line(result)
+
+    def test_a_run_without_samples_can_be_compared_with(self, folder):
+        measured = document("sweep", "cli_loaders:plain", "--no-chart", *SWEEP)
+        for point in measured["points"]:
+            for window in point["windows"]:
+                window["samples"] = 0
+        (folder / "old.json").write_text(json.dumps(measured))
+        assert document("sweep", "cli_loaders:plain", "--compare", "old.json", "--no-chart", *SWEEP)["comparison"] == []
+
+    @pytest.mark.parametrize("command", ["sweep", "trace"])
+    def test_a_folder_to_write_to_is_said_before_anything_runs(self, folder, command):
+        assert "--out: '.' is a folder" in one_line(run(command, "nowhere:loader", "--no-chart", "--out", "."))
 
     def test_a_file_that_is_not_there_or_cannot_be_written(self, folder):
         assert "No such file" in one_line(run("breakeven", "--from", "nowhere.json"))
@@ -213,6 +256,9 @@ class TestBench:
     def test_json_where_nothing_is_measured(self):
         assert "--json: 'list' measures nothing" in one_line(run("bench", "list", "--json"))
 
+    def test_json_and_a_file_of_ones_own(self):
+        assert "--out: with --json" in one_line(run("bench", "--json", "--out=own.json"))
+
     def test_json_is_the_results_file_and_the_tables_go_to_stderr(self, monkeypatch):
         suite = importlib.import_module("benchmarks.cli")
 
@@ -227,6 +273,10 @@ class TestBench:
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout) == {"given": ["--quick", "--rows", "tiny", "--out"]}
         assert "a table" in result.stderr
+
+
+def test_an_option_before_the_command_is_one_line():
+    assert "No such option: --json" in one_line(run("--json", "demo"))
 
 
 class TestInterrupt:

@@ -54,6 +54,8 @@ class TestSweep:
             ("json.py:f", "a module 'json' is imported already"),
             ("nowhere.py:f", "there is no file nowhere.py"),
             ("cli_loaders:nope", "cli_loaders has no 'nope'; it has plain, both"),
+            ("cli_loaders:ready.__len__.nope", "cli_loaders has no 'ready.__len__.nope'"),
+            ("cli_loaders:odd.loader", "'cli_loaders:odd.loader' raised ValueError: not yet (cli_loaders.py:"),
             ("cli_loaders:ready", "is a list; allowed: a function"),
             ("cli_loaders:other", "needs 'path'; allowed parameters: batch_size, num_workers"),
             ("cli_loaders:positional", "needs 'batch_size'; allowed parameters"),

@@ -30,7 +30,7 @@ def draw(points: Sequence[Point], *, headline: str, where: str, path: Path) -> N
     shown = [[point for point in timed if point.num_workers == count] for count in workers]
     ends = [_panel(panel, chosen) for panel, chosen in zip(panels.flat, shown, strict=True)]
     for panel, count in zip(panels.flat, workers, strict=True):
-        panel.set_ylim(0, top * 1.08)
+        panel.set_ylim(0, top * 1.08 or 1.0)  # batches without a tensor have no bytes
         if count is not None:
             name = f"{count or 'no'} worker{'' if count == 1 else 's'}"
             panel.set_title(name, fontsize=10.5, loc="left")

@@ -130,13 +130,13 @@ def measure_grid(
 
 
 def compare(before: Sequence[Point], now: Sequence[Point]) -> list[Difference]:
-    """The points that both runs have times for."""
+    """The points that both runs have times for; where there were no samples, nothing can be said."""
     earlier = {point.key: point for point in before}
     found = []
     for point in now:
         older = earlier.get(point.key)
         rate, old = point.samples_per_second(), None if older is None else older.samples_per_second()
-        if older is not None and rate is not None and old is not None:
+        if older is not None and rate is not None and old is not None and old.median:
             repeats = min(len(point.windows), len(older.windows))
             verdict = _verdict(old, rate) if repeats > 1 else "spread unknown"
             found.append(Difference(point.key, old, rate, rate.median / old.median, verdict))
