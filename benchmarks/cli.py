@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from benchmarks import schema
 
@@ -50,8 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        self.exit(2, f"error: {message} (see: {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="prefetchpipe next to its peers.")
+    parser = _Parser(prog="python -m benchmarks", description="prefetchpipe next to its peers.")
     commands = parser.add_subparsers(required=True, metavar="run | race | table | compare | charts | readme | list")
 
     run = commands.add_parser("run", help="measure rows (the default command)")

@@ -275,3 +275,20 @@ def test_the_rows_of_tables_run_without_a_gpu(tmp_path, capsys):
         assert {"prefetchpipe"} < set(cells)
         assert [cell.error for cell in cells.values()] == [None] * len(cells)
     assert "prefetchpipe(no lookahead)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["race", "--delay-ms", "slow"], "argument --delay-ms: invalid float value: 'slow'"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert error.startswith("error: ")
+    assert said in error
