@@ -98,6 +98,7 @@ class LandingSlots:
         self._free: deque[LandingSlot] = deque()
         self._slabs: list[Slab] = []  # as many as copies were under way at once
         self._count = 0
+        self._shown = 0  # slots whose pass has ended, and that some tensor still shows
         self._refused: int | None = None
         self._is_closed = False
         self.lent = 0
@@ -140,8 +141,11 @@ class LandingSlots:
         """Nobody reads or writes ``slot`` any more."""
         with self._lock:
             if not self._is_closed:
-                self._free.append(slot)
-                return
+                if self._refused is None and isinstance(slot.block, PageableBlock):
+                    self._count -= 1  # there may be pinned memory the next time
+                else:
+                    self._free.append(slot)
+                    return
         self._free_block(slot)
 
     def lend(self, slot: LandingSlot) -> torch.Tensor:
@@ -170,11 +174,13 @@ class LandingSlots:
         weakref.finalize(buffer, self._take_in, slot).atexit = False
         with self._lock:
             self._count -= 1
+            self._shown += 1
 
     def _take_in(self, slot: LandingSlot) -> None:
         if self._pid != os.getpid():
             return  # as below
         with self._lock:
+            self._shown -= 1
             if not self._is_closed and self._count < self._limit:
                 self._count += 1
                 self._free.append(slot)
@@ -196,7 +202,8 @@ class LandingSlots:
                 slot.block = self._memory.alloc(nbytes)
             except PinnedMemoryError as refused:
                 self._memory.warn(f"{refused}; going on with copies to pageable memory, which are slower")
-                self._refused = nbytes
+                if not self._shown:  # that will come back
+                    self._refused = nbytes
             else:
                 return
         slot.block = PageableBlock(nbytes)

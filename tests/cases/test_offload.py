@@ -18,6 +18,7 @@ import torch
 
 from prefetchpipe import GPUPrefetcher, HostPrefetcher
 from prefetchpipe.errors import IteratorClosedError, PrefetchWarning
+from prefetchpipe.memory.pinned import PageableBlock
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import (
     TIMEOUT,
@@ -609,6 +610,30 @@ def test_c14_a_loops_variable_costs_no_slot_a_pass(stream_device: Any, borrow: b
             assert float(batch[-1]) == index
         assert float(batch[-1]) == 5
     assert prefetcher.stats().pinned_allocations == 4
+
+
+def test_c15_pinned_memory_is_used_again_when_a_kept_batch_goes(stream_device: Any) -> None:
+    """What the consumer keeps of an earlier pass is within the limit; a refusal for its sake is not kept to."""
+    device = stream_device
+    source = Source(lambda index: filled(device, index, LARGE), 8)
+    limit = 3 * LARGE * 4
+    prefetcher = HostPrefetcher(source, 2, device=device, borrow=True, max_pinned_bytes=limit)
+
+    def loop() -> Any:
+        for index, batch in enumerate(prefetcher):
+            assert float(batch[-1]) == index
+        return batch
+
+    kept = loop()
+    with pytest.warns(PrefetchWarning, match=f"max_pinned_bytes={limit}"):
+        loop()
+    assert float(kept[-1]) == 7
+    del kept
+    loop()
+    slots = prefetcher._shared._idle
+    assert slots is not None
+    assert [type(slot.block) for slot in slots._free if isinstance(slot.block, PageableBlock)] == []
+    assert prefetcher.stats().pinned_bytes == limit
 
 
 @pytest.mark.slow
