@@ -100,6 +100,7 @@ class LandingSlots:
         self._count = 0
         self._shown = 0  # slots whose pass has ended, and that some tensor still shows
         self._refused: int | None = None
+        self._held = 0  # pinned bytes when that was refused: of all passes, and of batches kept since a close
         self._is_closed = False
         self.lent = 0
 
@@ -141,7 +142,7 @@ class LandingSlots:
         """Nobody reads or writes ``slot`` any more."""
         with self._lock:
             if not self._is_closed:
-                if self._refused is None and isinstance(slot.block, PageableBlock):
+                if isinstance(slot.block, PageableBlock) and not self._is_refused(slot.nbytes):
                     self._count -= 1  # there may be pinned memory the next time
                 else:
                     self._free.append(slot)
@@ -194,16 +195,20 @@ class LandingSlots:
             self.lent -= 1
         self.release(slot)
 
+    def _is_refused(self, nbytes: int) -> bool:
+        """Whether so much was, and no pinned memory has come free since."""
+        return self._refused is not None and nbytes >= self._refused and self._memory.held_bytes >= self._held
+
     def _grow(self, slot: LandingSlot, nbytes: int) -> None:
         """Exactly ``nbytes``, pinned if that can be had (contract 15)."""
         self._free_block(slot)
-        if self._refused is None or nbytes < self._refused:
+        if not self._is_refused(nbytes):
             try:
                 slot.block = self._memory.alloc(nbytes)
             except PinnedMemoryError as refused:
                 self._memory.warn(f"{refused}; going on with copies to pageable memory, which are slower")
                 if not self._shown:  # that will come back
-                    self._refused = nbytes
+                    self._refused, self._held = nbytes, self._memory.held_bytes
             else:
                 return
         slot.block = PageableBlock(nbytes)

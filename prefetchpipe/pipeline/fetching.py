@@ -64,7 +64,7 @@ class Fetching(Leaving):
             self._credits.put(None)
         self._done_events: list[Event] = []
         self._taken = self._taken_bytes = 0
-        self._consumers_waiting = 0
+        self._consumers_waiting: set[object] = set()  # not a number: Ctrl-C may come before or after it is counted
         self._threaded = False
         self._may_start = True
         self._is_retiring = self._leaves = False

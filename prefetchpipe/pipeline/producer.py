@@ -137,42 +137,46 @@ class Producer(Fetching):
             if not self._threaded and not self._stopping:
                 return None
             raise self._closed()  # a forked child, say, which has no thread
-        started, ready = self._begin_wait(), 0.0
+        waiter, started, ready = object(), self._counters.clock(), 0.0
         try:
+            self._begin_wait(waiter)
             if not self._threaded:  # from here on it would not have retired
                 return None
             ticket = self._ready_ticket()
-            ready = ticket.sent_at
+            if ticket is not None:
+                ready = ticket.sent_at
         except Exception:
             # Raised by a signal handler inside the wait. Torch's, for a dead worker, ends the pass.
             if torchloader.has_dead_worker(self.source):
                 self.stop(why="a worker process of its loader died")
             raise
         finally:
-            self._end_wait(started, ready)
+            self._consumers_waiting.discard(waiter)  # before anything at which Ctrl-C may come
+            self._note_stall(started, ready)
         return ticket
 
-    def _ready_ticket(self) -> Ticket:
+    def _ready_ticket(self) -> Ticket | None:
+        """None if the thread has ended, and its last ticket was taken by somebody else or lost."""
         while True:
             try:
                 return self._ready.get(timeout=_STARVED_SECONDS)
             except Empty:
+                thread = self._thread
+                if thread is None or not thread.is_alive():
+                    return None
+                lost, nbytes = self._sent - self._taken, self._sent_bytes - self._taken_bytes
                 # The thread has come by our token and all before it, and is at no batch; those sent came nowhere.
-                if self._credits.empty() and not self._inside.locked() and self._sent > self._taken:
-                    self._credits.put(None)
+                if self._credits.empty() and not self._inside.locked() and lost > 0:
+                    for _ in range(lost):
+                        self._credits.put(None)
+                    self._taken += lost  # before the thread looks again: it waits for none of them (contract 15)
+                    self._taken_bytes += nbytes
                     self._credits.put(WAITING)
 
-    def _begin_wait(self) -> float:
-        started = self._counters.clock()
+    def _begin_wait(self, waiter: object) -> None:
         with self._shared.lock:
-            self._consumers_waiting += 1
+            self._consumers_waiting.add(waiter)
         self._credits.put(WAITING)
-        return started
-
-    def _end_wait(self, started: float, ready: float) -> None:
-        with self._shared.lock:
-            self._consumers_waiting -= 1
-        self._note_stall(started, ready)
 
     def _probe_gil(self) -> None:
         """A loop that never waits for a batch may still wait for the loader's Python, inside its own calls of torch."""
@@ -196,14 +200,16 @@ class Producer(Fetching):
         ticket = self._poll()
         if ticket is not None:
             return ticket
-        started, ready = self._begin_wait(), 0.0
+        waiter, started, ready = object(), self._counters.clock(), 0.0
         try:
+            self._begin_wait(waiter)
             while (ticket := self._poll()) is None:
                 await wait_ready(self._ready)
             ready = ticket.sent_at
             return ticket
         finally:
-            self._end_wait(started, ready)
+            self._consumers_waiting.discard(waiter)
+            self._note_stall(started, ready)
 
     def _poll(self) -> Ticket | None:
         if self._stopping:
@@ -237,17 +243,13 @@ class Producer(Fetching):
                 if credit is STOP:
                     return None
                 try:
-                    behind = self._pace is not None and self._pace.may_start and not self._waits_for_choice
-                    behind = behind and self._is_behind(credit)
-                    if behind and self._start(
-                        "the device is slower than the loop: a thread waits for it, not the loop"
-                    ):
-                        self._credits.put(credit)
-                        return None
-                    self._wait_until_done(credit)
+                    hands_over = self._hands_over(credit)
                 except BaseException:
                     self._credits.put(credit)  # Ctrl-C in the wait: the next call finds its credit again
                     raise
+                if hands_over:
+                    self._credits.put(credit)
+                    return None
                 if self._pace is None or self._pace.stays:
                     ticket = self._modes.call(self._produce, stream)
                 else:
@@ -273,6 +275,15 @@ class Producer(Fetching):
                 except Empty:
                     return None
         return credit
+
+    def _hands_over(self, credit: Event) -> bool:
+        """Whether a thread was started, which waits for the device; otherwise that was done here."""
+        behind = self._pace is not None and self._pace.may_start and not self._waits_for_choice
+        behind = behind and self._is_behind(credit)
+        if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
+            return True
+        self._wait_until_done(credit)
+        return False
 
     def _is_behind(self, done: Event) -> bool:
         """Whether the loop would wait for the device (contract 4) where a thread could do that for it (contract 16)."""

@@ -636,6 +636,24 @@ def test_c15_pinned_memory_is_used_again_when_a_kept_batch_goes(stream_device: A
     assert prefetcher.stats().pinned_bytes == limit
 
 
+@pytest.mark.filterwarnings("ignore:page-locked memory was refused")
+@pytest.mark.parametrize("borrow", [False, True])
+def test_c15_pinned_memory_is_used_again_when_another_pass_ends(stream_device: Any, borrow: bool) -> None:
+    """What one pass was refused for the sake of another is not kept to when that one has gone."""
+    device = stream_device
+    source = Source(lambda index: filled(device, index, LARGE), 8)
+    prefetcher = HostPrefetcher(source, 2, device=device, borrow=borrow, max_pinned_bytes=4 * LARGE * 4)
+    outer = iter(prefetcher)
+    next(outer)
+    list(prefetcher)
+    list(outer)
+    for index, batch in enumerate(prefetcher):
+        assert float(batch[-1]) == index
+    slots = prefetcher._shared._idle
+    assert slots is not None
+    assert not [slot for slot in slots._free if isinstance(slot.block, PageableBlock)]
+
+
 @pytest.mark.slow
 def test_c14_small_leaves_that_are_kept_hold_no_slot(stream_device: Any) -> None:
     device = stream_device

@@ -398,10 +398,18 @@ MUTANTS = (
     Mutant(
         "a credit that Ctrl-C took along is missed for ever",
         PRODUCER,
-        "if self._credits.empty() and not self._inside.locked() and self._sent > self._taken:",
+        "if self._credits.empty() and not self._inside.locked() and lost > 0:",
         "if False:",
         9,
         ("tests/unit/test_corners.py::test_c9_ctrl_c_at_any_call_leaves_a_pass_that_goes_on[auto-True]",),
+    ),
+    Mutant(
+        "a full device waits for batches that Ctrl-C took along",
+        PRODUCER,
+        "                    self._taken += lost ",
+        "                    pass ",
+        15,
+        ("tests/unit/test_corners.py::test_c9_c15_a_batch_lost_by_ctrl_c_is_not_waited_for_by_a_full_device",),
     ),
     Mutant(
         "a thread retires while a consumer waits for it",

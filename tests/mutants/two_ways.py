@@ -239,6 +239,14 @@ MUTANTS = (
         ("tests/cases/test_offload.py::test_c2_the_borrowed_batch_at_which_a_loop_is_left_stays[sim-small-break]",),
     ),
     Mutant(
+        "pinned memory that was refused for the sake of another pass is never asked for again",
+        "memory/landing.py",
+        " and self._memory.held_bytes >= self._held",
+        "",
+        15,
+        ("tests/cases/test_offload.py::test_c15_pinned_memory_is_used_again_when_another_pass_ends[sim-True]",),
+    ),
+    Mutant(
         "a leaf that fails keeps the slot of those beside it",
         OFFLOADING,
         "                self._retire(job.slot)\n            raise",

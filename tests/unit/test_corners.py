@@ -750,17 +750,92 @@ def test_c9_ctrl_c_at_any_call_leaves_a_pass_that_goes_on(
     before = threading.active_count()
     for number in itertools.count():
         prefetcher = GPUPrefetcher(loader, SimulatedDevice() if staged else "cpu", depth=1, fetch=fetch)
-        iterator = iter(prefetcher)
+        iterator: Any = iter(prefetcher)
+        producer = iterator._producer
         is_hit = [interrupted_at(number, partial(next, iterator, None)) for _ in range(3)]
+        assert not producer._consumers_waiting
         got = [int(batch) for batch in iterator]
         assert got in ([], *(list(range(first, 6)) for first in range(4)))
         assert [int(batch) for batch in prefetcher] == list(range(6))
-        del iterator
+        del iterator, producer
         prefetcher.close()
         if not any(is_hit):
             break
     assert number > 20
     assert threading.active_count() == before
+
+
+@pytest.mark.timeout(20)
+def test_c8_c9_ctrl_c_when_a_credit_is_handed_to_the_thread_makes_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupting(queue.SimpleQueue):
+        is_due = True
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item, block, timeout)
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Producer, "_is_behind", lambda *_: True)
+    monkeypatch.setattr(pace_module.Pace, "may_start", True)
+    iterator: Any = iter(GPUPrefetcher(range(6), "cpu", depth=1))
+    producer = iterator._producer
+    given = Interrupting()
+    given.is_due = False
+    given.put(producer._credits.get())
+    given.is_due = True
+    monkeypatch.setattr(producer, "_credits", given)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    while producer._ready.empty() or not given.empty():
+        time.sleep(0.001)
+    with producer._inside:
+        assert producer._sent == 1
+    assert list(iterator) == list(range(6))
+
+
+def lost(producer: Any) -> None:
+    """The next ticket, as by Ctrl-C at the end of the call that takes it."""
+    producer._ready.get(timeout=TIMEOUT)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:device memory is full")
+def test_c9_c15_a_batch_lost_by_ctrl_c_is_not_waited_for_by_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer_module, "_STARVED_SECONDS", 0.01)
+    device = SimulatedDevice(memory_limit=64 * 4 * 3)
+    rows = [torch.ones(64), torch.ones(64), torch.ones(64 * 100)]
+    iterator: Any = iter(GPUPrefetcher(rows, device, depth=2, fetch="thread"))
+    next(iterator)
+    lost(iterator._producer)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(iterator)
+
+
+@pytest.mark.timeout(20)
+def test_c9_the_end_lost_by_ctrl_c_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for who has begun to wait while the thread was still about to go."""
+    monkeypatch.setattr(producer_module, "_STARVED_SECONDS", 0.01)
+    waits = threading.Event()
+    fetch_ahead, ready_ticket = Producer._fetch_ahead, Producer._ready_ticket
+
+    def late(self: Producer) -> bool:
+        leaves = fetch_ahead(self)
+        assert waits.wait(TIMEOUT)
+        return leaves
+
+    def waiting(self: Producer) -> Any:
+        waits.set()
+        return ready_ticket(self)
+
+    monkeypatch.setattr(Producer, "_fetch_ahead", late)
+    iterator: Any = iter(GPUPrefetcher([0], "cpu", fetch="thread"))
+    assert next(iterator) == 0
+    monkeypatch.setattr(Producer, "_ready_ticket", waiting)
+    lost(iterator._producer)
+    assert list(iterator) == []
 
 
 def test_c9_an_interrupted_start_of_the_thread_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:

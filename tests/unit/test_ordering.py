@@ -18,6 +18,7 @@ import torch
 
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import IteratorClosedError
+from prefetchpipe.pipeline import producer as producer_module
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import TIMEOUT, Readings, Source, Thread, constants, join_ours, our_threads, to_plain
@@ -434,7 +435,8 @@ def test_c1_the_end_arrives_after_the_batches_before_it() -> None:
     assert list(iterator) == []
 
 
-def test_c1_every_thread_that_waits_hears_of_the_end() -> None:
+def test_c1_every_thread_that_waits_hears_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer_module, "_STARVED_SECONDS", TIMEOUT)  # at once, not when it looks for itself
     device = SimulatedDevice()
     entered, gate = threading.Event(), threading.Event()
 

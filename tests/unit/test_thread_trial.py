@@ -160,12 +160,13 @@ def test_c1_a_thread_that_somebody_waits_for_stays() -> None:
     iterator, producer = threaded_pass(rows)
     assert inside.wait(TIMEOUT)
     others = [Thread(lambda: next(iterator)) for _ in range(2)]
-    while producer._consumers_waiting < 2:
+    while len(producer._consumers_waiting) < 2:
         time.sleep(0.001)
     producer._is_retiring = True
     leave.set()
     for other in others:
         other.result()
+    assert producer.is_threaded
     assert len(list(iterator)) == 10
 
 
