@@ -122,7 +122,8 @@ def main() -> None:
     dist.destroy_process_group()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetchpipe-")]
     assert not left, left
-    print(f"RIGHT rank {rank} of {world} on {device.type}", flush=True)
+    # In one piece: the ranks have one pipe, and torchrun's `python -u` writes the end of a line by itself.
+    print(f"RIGHT rank {rank} of {world} on {device.type}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
