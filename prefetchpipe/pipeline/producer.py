@@ -264,16 +264,15 @@ class Producer(Fetching):
         return ticket
 
     def _credit(self) -> Any:
-        """The next one; what only wakes a thread is nothing here."""
+        """The next one, a new one where none is left; what only wakes a thread is nothing here."""
         credit = WAITING
         while credit is WAITING:
             try:
-                credit = self._credits.get_nowait()
-            except Empty:  # another consumer's thread is about to give one
-                try:
-                    credit = self._credits.get(timeout=_STARVED_SECONDS)
-                except Empty:
-                    return None
+                credit = self._credits.get(
+                    timeout=_STARVED_SECONDS
+                )  # another consumer's thread may be about to give one
+            except Empty:
+                return None
         return credit
 
     def _hands_over(self, credit: Event) -> bool:
