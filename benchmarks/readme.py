@@ -24,7 +24,8 @@ def rewrite(text: str, results: Sequence[tuple[Result, str]]) -> str:
         raise ValueError(f"the text needs {BEGIN} and {END} once each, in this order")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    parts = [f"{explanation()} Made by `python -m benchmarks readme`."]
+    made_by = "Made by `python -m benchmarks readme FILE ...` from the results files that each table names."
+    parts = [f"{explanation()} {made_by}"]
     first = results[0][0] if results else None
     races = [f"In the first of these files: {race}" for result, _ in results if (race := race_table(result))]
     for result, file in results:
