@@ -97,7 +97,6 @@ class Counters:
         "path",
         "path_reason",
         "peak_device_bytes",
-        "plain_bytes",
         "recorder",
         "shared_bytes",
         "staged_bytes",
@@ -122,7 +121,6 @@ class Counters:
         self.staged_bytes = 0
         self.direct_bytes = 0
         self.pageable_bytes = 0
-        self.plain_bytes = 0
         self.shared_bytes = 0
         self.largest_batch_bytes = 0
         self.peak_device_bytes = 0

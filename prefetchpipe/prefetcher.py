@@ -21,10 +21,10 @@ from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.datasets import in_memory_source
 from prefetchpipe.pipeline.flagged import refuse_flagged
 from prefetchpipe.pipeline.leaving import exiting
-from prefetchpipe.pipeline.plainway import NOT_PLAIN, PlainWay
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.pipeline.ranged import RangedProducer
 from prefetchpipe.pipeline.shared import Shared, can_rewind
+from prefetchpipe.pipeline.shortway import NOT_SHORT
 from prefetchpipe.pipeline.static import StaticBatches
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.ranks import check_sampler
@@ -66,7 +66,7 @@ class _Pass(Iterator[Any]):
         self._device = self._shared.device
         self._producer: Producer | None = producer
         self._static = static
-        self._plain = producer.plain
+        self._short = producer.short
         self._is_closed = False
         self._number = 0
         self._entered = 0.0
@@ -75,16 +75,21 @@ class _Pass(Iterator[Any]):
         self._finalizer.atexit = False
 
     def __next__(self) -> Any:
+        """The next batch, ordered on the stream that is current now.
+
+        Where it is packed and copied, by ``device.copy``: ``Transfer.send`` (pipeline/transfer.py), or
+        ``ShortSender.send`` (pipeline/shortway.py). Who calls that and when, a thread or this one, is ``Producer``'s part.
+        """
         producer = self._producer
         if producer is None:
             raise StopIteration
         if self._is_closed:
             raise IteratorClosedError("this iterator was closed; iter(prefetcher) starts a new pass")
-        if self._plain is not None and self._plain.is_on:
-            batch = self._next_plainly(producer, self._plain)
-            if batch is not NOT_PLAIN:
-                return batch
         stream = self._device.current_stream()
+        if self._short is not None and self._short.is_on:
+            batch = self._next_short(producer, stream)
+            if batch is not NOT_SHORT:
+                return batch
         self._enter(stream)
         done = producer.mark_done(stream)  # contract 4: everything about the batch before this one is behind it
         producer.transfer.consumer_stream = stream
@@ -93,16 +98,16 @@ class _Pass(Iterator[Any]):
             self._end(producer, ticket)
         return self._hand_out(producer, ticket, stream, done)
 
-    def _next_plainly(self, producer: Producer, plain: PlainWay) -> Any:
+    def _next_short(self, producer: Producer, stream: Stream) -> Any:
         counters = self._shared.counters
         if counters.recorder is not None:
-            return NOT_PLAIN  # a trace shows the usual way
+            return NOT_SHORT  # a trace shows the usual way
         entered = counters.clock()
-        batch = producer.take_plainly()
-        if batch is not NOT_PLAIN:
+        batch = producer.take_short(stream)
+        if batch is not NOT_SHORT:
             self._left = counters.took(self._number, entered, self._left)
             self._number += 1
-            plain.after(self._left, 0)
+            producer.stepped(self._left)
         return batch
 
     def _enter(self, stream: Stream) -> None:
@@ -128,11 +133,11 @@ class _Pass(Iterator[Any]):
         if counters.recorder is not None:
             counters.recorder.loop_begins(self._left, stream, self._number)
         self._number += 1
-        if self._plain is not None:
-            if self._plain.is_over or producer.is_threaded:
-                self._plain = None
-            else:
-                self._plain.after(self._left, ticket.nbytes)
+        if self._short is not None:
+            if self._short.is_over:
+                self._short = None
+            elif not producer.is_threaded:
+                self._short.after_usual()
         producer.stepped(self._left)
         return batch
 

@@ -83,8 +83,6 @@ class Stats:
     """Bytes of these that were copied out of the memory that worker processes had packed them into."""
     pageable_bytes: int
     """Bytes of these copied from pageable memory, because pinned memory was refused."""
-    plain_bytes: int = 0
-    """Bytes of these copied leaf by leaf, as the plain loop does: for tiny batches, where that was measured quicker."""
     largest_batch_bytes: int = 0
     """Most bytes copied for one batch."""
     pinned_bytes: int
@@ -140,8 +138,7 @@ class Stats:
     usable_cores: int = 0
     """Cores that this process may use."""
     path: str
-    """``thread``: a producer thread fetches. ``caller``: the consumer's thread does, inside ``next``. ``plain``: that
-    too, and it copies tiny batches as the plain loop would."""
+    """``thread``: a producer thread fetches. ``caller``: the consumer's thread does, inside ``next``."""
     path_reason: str
     """Why this path was taken, and what would change it."""
     limits: Limits | None = None

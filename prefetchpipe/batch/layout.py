@@ -216,16 +216,17 @@ class Layout:
 
     def slot_views(self, slot: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Inside ``slot`` (flat ``uint8``, at least ``nbytes``): where spans are packed, and each block's bytes."""
-        views = []
-        for span in self.spans:
-            if span.storage_offset >= 0:
-                views.append(slot[span.slot_offset : span.slot_offset + span.nbytes])
-                continue
-            leaf = self.leaves[span.leaf]
-            view = torch.empty(0, dtype=leaf.dtype, device=slot.device)
-            start = span.slot_offset // leaf.dtype.itemsize
-            views.append(view.set_(slot.untyped_storage(), start, leaf.shape, leaf.stride))
+        views = [self.slot_view(span, slot) for span in self.spans]
         return views, [slot[block.slot_offset : block.slot_offset + block.nbytes] for block in self.blocks]
+
+    def slot_view(self, span: Span, slot: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """Where ``span`` is packed in a slot that begins with the byte ``begin`` of the batch."""
+        start = span.slot_offset - begin
+        if span.storage_offset >= 0:
+            return slot[start : start + span.nbytes]
+        leaf = self.leaves[span.leaf]
+        view = torch.empty(0, dtype=leaf.dtype, device=slot.device)
+        return view.set_(slot.untyped_storage(), start // leaf.dtype.itemsize, leaf.shape, leaf.stride)
 
     def sources(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What ``copy_`` reads for each span."""

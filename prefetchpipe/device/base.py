@@ -45,9 +45,6 @@ class Device(Protocol):
     host_memory: bool
     """True: tensors of this device read as CPU tensors, so that only :meth:`is_resident` tells them from others."""
 
-    copies_plainly: bool
-    """Whether :meth:`plain_copy` may be tried for tiny batches."""
-
     copy_stream: Stream
     """The one side stream of this device; copies and transforms run on it."""
 
@@ -108,9 +105,6 @@ class Device(Protocol):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch an asynchronous copy on ``stream``: all bytes of a flat ``uint8`` host ``src`` to a dense ``dst``."""
-
-    def plain_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor.to(device)`` of a host tensor, on the current stream; its bytes have been read when this returns."""
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch an asynchronous copy on ``stream``: all bytes of a dense ``src`` to a flat ``uint8`` host ``dst``."""

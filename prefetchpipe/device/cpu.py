@@ -19,7 +19,6 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     staged = False
-    copies_plainly = False
     host_memory = False
     copy_stream: Stream = None
     d2h_stream: Stream = None
@@ -81,10 +80,6 @@ class CpuDevice:
         start = dst.storage_offset() * dst.dtype.itemsize
         flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,)).copy_(src)
-
-    def plain_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy: never tried, since batches are packed straight into their final memory."""
-        return tensor.clone()
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Never asked for: nothing is staged."""

@@ -85,7 +85,6 @@ class CudaDevice:
     """
 
     staged = True
-    copies_plainly = True
     host_memory = False
 
     def __init__(self, index: int, cupy: Any) -> None:
@@ -128,7 +127,7 @@ class CudaDevice:
         """See the protocol; also makes our calls legal beside a graph capture of another thread (contract 13)."""
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self.copy_stream.torch_stream)
-        _exchange_capture_mode(_CAPTURE_MODE_RELAXED)
+        _RelaxedCapture().__enter__()
 
     def on_copy_stream(self) -> AbstractContextManager[None]:
         """See the protocol."""
@@ -199,10 +198,6 @@ class CudaDevice:
         flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,))
         with torch.cuda.stream(stream.torch_stream):
             flat.copy_(src, non_blocking=True)
-
-    def plain_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See the protocol; it blocks."""
-        return tensor.to(self.torch_device)
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch the copy."""
@@ -368,15 +363,26 @@ class _NvtxRange:
 
 
 class _RelaxedCapture:
-    """Our calls stay legal while another thread captures a graph; the user's thread has its own mode back after."""
+    """Takes the calling thread out of the rule that a global-mode capture elsewhere forbids queries and allocations.
 
-    __slots__ = ("_mode",)
+    The mode belongs to the thread; the user's has its own back after. One object serves one block after the other.
+    Source: CUDA driver API, ``cuThreadExchangeStreamCaptureMode``.
+    """
+
+    __slots__ = ("_mode", "_reference")
+
+    def __init__(self) -> None:
+        self._mode = ctypes.c_int()
+        self._reference = ctypes.byref(self._mode)
 
     def __enter__(self) -> None:
-        self._mode = _exchange_capture_mode(_CAPTURE_MODE_RELAXED)
+        if _exchange is not None:
+            self._mode.value = _CAPTURE_MODE_RELAXED
+            _exchange(self._reference)  # and the mode before is in its place
 
     def __exit__(self, *_: object) -> None:
-        _exchange_capture_mode(self._mode)
+        if _exchange is not None:
+            _exchange(self._reference)
 
 
 class _CupyBlock:
@@ -450,21 +456,6 @@ def _find_exchange() -> Callable[[Any], int] | None:
 
 
 _exchange = _find_exchange()
-
-
-def _exchange_capture_mode(mode: int) -> int:
-    """Take the calling thread out of the rule that a global-mode capture elsewhere forbids queries and allocations.
-
-    Source: CUDA driver API, ``cuThreadExchangeStreamCaptureMode``. The mode belongs to the thread.
-
-    Returns:
-        The mode before, to be put back in a thread of the user's.
-    """
-    if _exchange is None:
-        return mode
-    value = ctypes.c_int(mode)
-    _exchange(ctypes.byref(value))
-    return value.value
 
 
 def cupy_status() -> str:

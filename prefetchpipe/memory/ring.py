@@ -65,8 +65,18 @@ class Slot:
         return old
 
 
+_FEWEST = 2
+"""One being packed while the other is on the wire."""
+_WARM = 64
+"""Batches within which a ring finds out how many slots it needs: later none is added (contract 14)."""
+
+
 class SlotRing:
     """Slots in the order of their copies. One producer at a time uses a ring; others have rings of their own.
+
+    Beyond two, slots are added while a ring is new and a batch would have to wait for one. So a loop that packs for
+    longer than a copy takes goes on with two, which stay in the processor's caches, and one that waits for the link
+    packs ahead of it.
 
     Args:
         device: Whose events say when a slot is free.
@@ -79,7 +89,17 @@ class SlotRing:
         waited_seconds: Time spent waiting for slots; whoever counts it sets it back to 0.
     """
 
-    __slots__ = ("_clock", "_device", "_memory", "_poison", "_refused", "_slots", "waited_seconds")
+    __slots__ = (
+        "_acquired",
+        "_clock",
+        "_device",
+        "_memory",
+        "_poison",
+        "_refused",
+        "_slots",
+        "_spare",
+        "waited_seconds",
+    )
 
     def __init__(
         self,
@@ -94,43 +114,70 @@ class SlotRing:
         self.waited_seconds = 0.0
         self._device = device
         self._memory = memory
-        self._slots: deque[Slot] = deque(Slot(device.new_event()) for _ in range(slots))
+        self._slots: deque[Slot] = deque()  # in the order of their copies
+        self._spare = slots  # how many may be added
+        self._acquired = 0
         self._refused: int | None = None  # a batch of this many bytes was refused: do not ask at every batch
         self._poison = poison
 
     def would_wait(self) -> bool:
-        """Whether the oldest slot is still being copied from: the device is behind by a whole ring."""
-        slot = self._slots[0] if self._slots else None
-        return slot is not None and slot.used and not self._device.query(slot.event)
+        """Whether every slot is still being copied from: the device is behind by a whole ring."""
+        return bool(self._slots) and not self._may_add() and not self._has_passed(self._slots[0])
 
     def acquire(self, nbytes: int) -> Slot | None:
-        """The oldest slot, free and at least ``nbytes`` large; blocks until its copy has passed.
+        """A slot that is free and at least ``nbytes`` large; blocks until the copy out of one has passed.
 
         Returns:
             A slot, or None when page-locked memory cannot be had: copy from pageable memory then (contract 15).
         """
         if self._refused is not None and nbytes >= self._refused:
             return None
-        while self._slots:
-            slot = self._slots[0]
-            if slot.used:
-                self._wait(slot)
+        self._acquired += 1
+        while (slot := self._next()) is not None:
             if (slot.block is not None and slot.nbytes >= nbytes) or self._grow(slot, nbytes):
-                self._slots.rotate(-1)
+                if slot is not self._slots[-1]:
+                    self._slots.remove(slot)
+                    self._slots.append(slot)
                 slot.used = True
                 return slot
         self._refused = nbytes if self._refused is None else min(nbytes, self._refused)
-        self._slots.append(Slot(self._device.new_event()))  # a smaller batch may still get one
+        self._spare += 1  # a smaller batch may still get one
         return None
 
-    def _wait(self, slot: Slot) -> None:
+    def _next(self) -> Slot | None:
+        """The latest slot but one, if its copy has passed: its bytes are still in the caches. Else the oldest."""
+        slots = self._slots
+        count = len(slots)
+        if count > _FEWEST and self._has_passed(slots[-2]):
+            slot = slots[-2]
+        elif count >= _FEWEST and self._has_passed(slots[0]):
+            slot = slots[0]
+        elif self._may_add():
+            self._spare -= 1
+            slot = Slot(self._device.new_event())
+            slots.append(slot)
+            return slot
+        elif count:
+            slot = slots[0]
+            self._wait(slot)
+        else:
+            return None
+        if self._poison and slot.block is not None:
+            slot.tensor.fill_(POISON)
+        return slot
+
+    def _may_add(self) -> bool:
+        return self._spare > 0 and (len(self._slots) < _FEWEST or self._acquired <= _WARM)
+
+    def _has_passed(self, slot: Slot) -> bool:
         # Contract 6: the copy out of this slot may still be running.
-        if not self._device.query(slot.event):
+        return not slot.used or self._device.query(slot.event)
+
+    def _wait(self, slot: Slot) -> None:
+        if not self._has_passed(slot):
             started = self._clock()
             self._device.synchronize(slot.event)
             self.waited_seconds += self._clock() - started
-        if self._poison and slot.block is not None:
-            slot.tensor.fill_(POISON)
 
     def _grow(self, slot: Slot, nbytes: int) -> bool:
         """Exactly ``nbytes`` for ``slot``; where that is refused, the slot leaves the ring and its memory is freed."""
@@ -142,8 +189,11 @@ class SlotRing:
         except PinnedMemoryError as refused:
             self._slots.remove(slot)
             left = len(self._slots)
-            rest = f"at most {left} slots, or with copies from pageable memory, which are slower"
-            self._memory.warn(f"{refused}; the batch has {nbytes} bytes; going on with {rest}")
+            if left >= _FEWEST:
+                self._spare = 0
+            else:
+                rest = f"at most {left} slots, or with copies from pageable memory, which are slower"
+                self._memory.warn(f"{refused}; the batch has {nbytes} bytes; going on with {rest}")
             return False
         return True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as torch_collate
 
+from prefetchpipe.batch.layout import is_plain
 from prefetchpipe.batch.move import array_to_tensor
 from prefetchpipe.batch.rows import Gathered, Stacked
 
@@ -252,17 +254,17 @@ def _stacked(tensors: Sequence[Any], samples: Any, worth: int) -> Any:
         return torch_collate(samples)
     if nbytes < _SMALL_SAMPLE_BYTES:  # looking at each costs more than stacking them and copying the stack
         return _stacked_now(tensors, samples)
-    alike = all(
-        t.shape == first.shape
-        and t.dtype == first.dtype
-        and t.is_cpu
-        and t.layout is torch.strided
-        and not t.requires_grad
-        and not t.is_quantized
-        and not t.is_nested
-        for t in tensors
-    )
-    return Stacked(tensors) if alike else torch_collate(samples)
+    try:
+        kinds = set(map(_kind_of, tensors))
+    except RuntimeError:  # a nested tensor has no shape
+        return torch_collate(samples)
+    if len(kinds) > 1 or kinds.pop()[2:] != (torch.strided, True, False) or not is_plain(first):
+        return torch_collate(samples)
+    return Stacked(tensors)
+
+
+_kind_of = attrgetter("shape", "dtype", "layout", "is_cpu", "requires_grad")
+"""In C: one look at each of hundreds of samples."""
 
 
 def _stacked_now(tensors: Sequence[Any], samples: Any) -> Any:

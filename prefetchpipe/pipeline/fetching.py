@@ -6,7 +6,6 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from prefetchpipe.options import usable_cores
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.leaving import STOP, Leaving
 from prefetchpipe.pipeline.pace import Pace
-from prefetchpipe.pipeline.plainway import NOT_PLAIN, PlainWay, copied_plainly
+from prefetchpipe.pipeline.shortway import NOT_SHORT, SMALL_BYTES, ShortWay
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
@@ -51,7 +50,7 @@ class Fetching(Leaving):
 
     def __init__(self, shared: Shared, source: Any) -> None:
         super().__init__(shared, source)
-        self.plain: PlainWay | None = None
+        self.short: ShortWay | None = None
         self._next: Callable[[Any], Any] = next
         self._options = shared.options
         self._copy_stream = shared.device.copy_stream
@@ -73,6 +72,8 @@ class Fetching(Leaving):
         self._trial: ThreadTrial | None = None
         self._verifies = False
         self._on_caller_stream = False
+        self._done: Event = None
+        self._wants_thread = False
         self._fetch_seconds = self._send_seconds = 0.0
         self._threads = self._options.copy_threads or usable_cores()
         self.transfer.packers = Packers(self._threads // 2, f"prefetchpipe-packing-{self._number}")
@@ -116,35 +117,40 @@ class Fetching(Leaving):
             ticket = self._failed(error)
         return ticket
 
-    def _fetched_plainly(self) -> tuple[Any, Ticket | None]:
-        """A batch; else ``NOT_PLAIN`` and a ticket."""
-        counters = self._counters
+    def _fetched_short(self, stream: Stream) -> tuple[Any, Ticket | None]:
+        """A batch; else ``NOT_SHORT`` and a ticket."""
+        counters, transfer = self._counters, self.transfer
+        assert self.short is not None
+        assert transfer.short is not None
         started = counters.clock()
         try:
+            transfer.return_slots()
             given = self._next(self.source)
             fetched = counters.clock()
-            batch, nbytes = copied_plainly(given, self._device)
-            if batch is NOT_PLAIN:
-                assert self.plain is not None
-                self.plain.is_of_another_kind()
-                return NOT_PLAIN, self._modes.call(partial(self._sent_ticket, started, fetched), given)
+            nbytes = transfer.short.nbytes_of(given)
+            if nbytes > SMALL_BYTES:
+                self._done = self._mark(stream)
+            batch = NOT_SHORT if nbytes < 0 else transfer.short.send(given, nbytes, stream)
+            if batch is NOT_SHORT:
+                self.short.give_up()
+                return NOT_SHORT, self._sent_ticket(given, stream, started, fetched)
         except StopIteration:
-            return NOT_PLAIN, end_ticket()
+            return NOT_SHORT, end_ticket()
         except BaseException as error:  # noqa: BLE001 - as in _produce
-            return NOT_PLAIN, self._failed(error)
-        times = counters.sending(self._sent)
+            return NOT_SHORT, self._failed(error)
+        times = counters.steady
         times.sent_batches += 1
-        times.fetch_seconds += fetched - started
-        times.send_seconds += counters.clock() - fetched
-        counters.copied_bytes += nbytes
-        counters.plain_bytes += nbytes
+        self._fetch_seconds = fetched - started
+        self._send_seconds = counters.clock() - fetched
+        times.fetch_seconds += self._fetch_seconds
+        times.send_seconds += self._send_seconds
         self._sent += 1
         self._taken += 1
         counters.sent(1, nbytes, nbytes)
         return batch, None
 
-    def _sent_ticket(self, started: float, fetched: float, batch: Any) -> Ticket:
-        ticket = self._send(batch, self._device.current_stream())
+    def _sent_ticket(self, batch: Any, stream: Stream, started: float, fetched: float) -> Ticket:
+        ticket = self._send(batch, stream)
         self._note_sent(ticket, started, fetched)
         ticket.from_source = True
         return ticket
@@ -188,6 +194,15 @@ class Fetching(Leaving):
                 if was_taken is None:
                     raise
                 tries += not was_taken  # waits for batches of ours end by themselves, with the last of them
+
+    def _mark(self, stream: Stream) -> Event:
+        """An event at the tail of the consumer's stream."""
+        try:
+            event = self._done_events.pop()
+        except IndexError:
+            event = self._device.new_event()
+        self._device.record(event, stream)
+        return event
 
     def _wait_until_done(self, done: Event) -> None:
         """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth + 1`` back."""

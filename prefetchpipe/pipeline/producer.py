@@ -13,7 +13,7 @@ from prefetchpipe.pipeline import gil, torchloader
 from prefetchpipe.pipeline.fetching import WAITING, Fetching
 from prefetchpipe.pipeline.leaving import STOP
 from prefetchpipe.pipeline.pace import Pace
-from prefetchpipe.pipeline.plainway import NOT_PLAIN, PlainWay
+from prefetchpipe.pipeline.shortway import NOT_SHORT, ShortWay
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.pipeline.ticket import Ticket, end_ticket
 from prefetchpipe.pipeline.waking import wait_ready
@@ -44,6 +44,7 @@ class Producer(Fetching):
     def __init__(self, shared: Shared, source: Any) -> None:
         super().__init__(shared, source)
         self._gives_thread_up = False
+        self._beside_captures = self._device.beside_captures()  # for who is inside
         self._choose_ways()
         if self._device.staged:
             # Contract 3: work that the caller has queued may be writing what the loader or the transform will read.
@@ -57,7 +58,7 @@ class Producer(Fetching):
         if self._pace is not None and self._shared.thread_pays is None:
             self._trial = self._shared.thread_trial = self._shared.thread_trial or ThreadTrial(has_workers=has_workers)
             self._trial.begin()
-        self.plain = PlainWay.for_pass(self._shared, suits=type(self) is Producer and not has_workers)
+        self.short = ShortWay.for_pass(self._shared, suits=type(self) is Producer and not has_workers)
 
     def _chosen_pace(self) -> Pace | None:
         fetch = self._options.fetch
@@ -78,12 +79,7 @@ class Producer(Fetching):
         """An event at the tail of the consumer's stream: past it, everything about earlier batches is."""
         if not self._device.staged or self._on_caller_stream:
             return None
-        try:
-            event = self._done_events.pop()
-        except IndexError:
-            event = self._device.new_event()
-        self._device.record(event, stream)
-        return event
+        return self._mark(stream)
 
     def allow(self, done: Event, ticket: Ticket) -> None:
         """``ticket`` was taken: one more batch may be sent, once ``done`` has passed."""
@@ -277,7 +273,7 @@ class Producer(Fetching):
 
     def _hands_over(self, credit: Event) -> bool:
         """Whether a thread was started, which waits for the device; otherwise that was done here."""
-        behind = self._pace is not None and self._pace.may_start and not self._waits_for_choice
+        behind = self._pace is not None and self._pace.may_start and (self.short is None or self.short.is_over)
         behind = behind and self._is_behind(credit)
         if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
             return True
@@ -310,31 +306,45 @@ class Producer(Fetching):
                 self._shared.note_path("caller", tried or self._pace.reason + later)
         return ticket
 
-    def take_plainly(self) -> Any:
-        """A batch by the plain loop's way, on the consumer's current stream; ``NOT_PLAIN``: :meth:`take` has the next.
+    def take_short(self, stream: Stream) -> Any:
+        """A batch by the short way, ready for ``stream``; ``NOT_SHORT``: :meth:`take` has the next.
 
-        No credit is used: nothing is ahead. Whatever is not a plain batch becomes a ticket.
+        Whatever is no such batch becomes a ticket.
         """
         if self._inside.locked():  # another consumer's thread is inside, or the loader itself calls
-            return NOT_PLAIN
+            return NOT_SHORT
         with self._inside:  # not `acquire` and `try`: Ctrl-C may come between the two
             if self._threaded or self._ended or self._stopping or self._predecessor or not self._ready.empty():
-                return NOT_PLAIN
+                return NOT_SHORT
             try:
                 self._insider = threading.get_ident()
-                with self._device.beside_captures():
-                    batch, ticket = self._fetched_plainly()
-                if ticket is not None:
+                if self._wants_thread and self._begins_thread():
+                    return NOT_SHORT
+                if self._pace is not None:
+                    self._pace.enter()
+                with self._beside_captures:
+                    credit = self._credit()
+                    if credit is STOP:
+                        return NOT_SHORT
+                    try:
+                        self._wait_until_done(credit)  # contract 4, as for any batch
+                    except BaseException:
+                        self._credits.put(credit)  # Ctrl-C in the wait: the next call finds its credit again
+                        raise
+                    self._done = None
+                    batch, ticket = self._modes.call(self._fetched_short, stream)
+                if ticket is None:
+                    self._credits.put(self._done)
+                    self._note_pace()
+                else:
                     self._ended = ticket.final
-                    if not self._credits.empty():
-                        self._credits.get()  # contract 8: `allow` will give one for it
-                    self.transfer.seal(ticket, self._device.current_stream())
+                    self.transfer.seal(ticket, stream)
                     self._ready.put(ticket)
                 is_left = self.is_stopping
                 if is_left and ticket is None:
                     ticket = Ticket()
                     ticket.batch, ticket.from_source = batch, True
-                    self._keeps_if_left(ticket, self._device.current_stream())
+                    self._keeps_if_left(ticket, stream)
             finally:
                 self._insider = 0
         if is_left:  # contract 9: whoever is inside gives back
@@ -342,26 +352,35 @@ class Producer(Fetching):
             raise self._closed()
         return batch
 
-    # Whether a thread pays
+    def _note_pace(self) -> None:
+        """Behind a batch that went the short way: whether a thread should take over before the next one."""
+        pace = self._pace
+        if pace is not None and not pace.stays and pace.end(self._fetch_seconds, self._send_seconds):
+            self._wants_thread = not pace.is_for_loop or self._may_try_thread()
 
-    @property
-    def _waits_for_choice(self) -> bool:
-        """Until then neither a device that is behind nor a busy loop calls for a thread, which may be the slowest."""
-        return self.plain is not None and not self.plain.is_over
+    def _begins_thread(self) -> bool:
+        self._wants_thread = False
+        assert self._pace is not None
+        assert self.short is not None
+        has_begun = self._start(self._pace.reason, is_trial=self._pace.is_for_loop)
+        self.short.is_on = not has_begun  # again when it has retired
+        return has_begun
+
+    # Whether a thread pays
 
     def _may_try_thread(self) -> bool:
         """A thread for what the loop does meanwhile: once it is known what a step takes without.
 
         Passes too short for that go with a thread from the second one on.
         """
-        if self._waits_for_choice or self._shared.thread_pays is False:
+        if self._shared.thread_pays is False:
             return False
         return self._trial is None or self._trial.is_ready or self._shared.counters.passes > 1
 
     def stepped(self, now: float) -> None:
         """A batch was handed out, at ``now`` by the counters' clock."""
         trial = self._trial
-        if trial is None or self._waits_for_choice:
+        if trial is None:
             return
         if not self._threaded:
             trial.without_thread(now)

@@ -20,7 +20,6 @@ from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import Options, usable_cores
 from prefetchpipe.pipeline.asyncsource import AsyncSource, SourceLeftError
 from prefetchpipe.pipeline.leaving import Leaving
-from prefetchpipe.pipeline.plainway import PlainWay
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.timing import CopyTimer
@@ -65,7 +64,6 @@ class Shared:
         self.twins = Twins(loader, device, options, self.memory, self.counters)
         self.timer = CopyTimer(device, self.counters)
         self.depth_warned = False
-        self.plain: PlainWay | None = None
         self.thread_trial: ThreadTrial | None = None
         self.thread_pays: bool | None = None
         """Whether a thread that was to hide the loop's own work has done so; None: not tried."""
@@ -213,7 +211,6 @@ class Shared:
             direct_bytes=counters.direct_bytes,
             pageable_bytes=counters.pageable_bytes,
             shared_bytes=counters.shared_bytes,
-            plain_bytes=counters.plain_bytes,
             largest_batch_bytes=counters.largest_batch_bytes,
             pinned_bytes=self.memory.held_bytes,
             pinned_allocations=self.memory.allocations,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from _queue import SimpleQueue  # the C class itself
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +19,24 @@ from prefetchpipe.memory.ring import Slot
 from prefetchpipe.pipeline.threadstate import limit_packing_threads
 from prefetchpipe.pipeline.timing import Probe
 
-__all__ = ["Packers", "stage"]
+__all__ = ["LARGE_BYTES", "Packers", "Send", "stage", "stage_in_pieces"]
 
-_PIECE_BYTES = 64 << 20
-"""A leaf beyond this is packed and copied in pieces, so that its copy starts before its packing has ended. Smaller
-pieces cost more than they gain: each is a parallel region of its own (docs/performance.md)."""
+Send = Callable[[torch.Tensor, Callable[[torch.Tensor], None]], None]
+
+LARGE_BYTES = 64 << 20
+"""A batch beyond this is packed and copied in pieces, through slots of their size: the copy of one starts while the
+next is packed, and what was packed is still in the processor's caches when it is copied. Smaller batches lose more to
+parallel regions, one a piece, than they gain (docs/performance.md)."""
+
+_PIECE_BYTES = 20 << 20
 
 _MANY_SPANS = 8
 _MANY_BYTES = 1 << 20
 _MAX_PACKERS = 4
+_SHARES = 3
+"""So many for each thread that packs."""
+
+_Share = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def stage(
@@ -56,9 +67,6 @@ def stage(
             packers.finish()  # also if the device is full: they are writing the slot
     else:
         arrived, memory = layout.allocate(device.empty, device.alloc)
-        if layout.nbytes > _PIECE_BYTES and isinstance(layout, Layout):
-            _stage_large(device, layout, views, sources, memory=memory, pieces=pieces, stream=stream, probe=probe)
-            return arrived, memory
         copy_all(views, sources)
     if probe is not None:
         probe.begin(stream)
@@ -69,46 +77,62 @@ def stage(
     return arrived, memory
 
 
-def _stage_large(
-    device: Device,
-    layout: Layout,
-    views: list[torch.Tensor],
-    sources: list[torch.Tensor],
-    *,
-    memory: Sequence[torch.Tensor],
-    pieces: list[torch.Tensor],
-    stream: Stream,
-    probe: Probe | None,
-) -> None:
-    """Each leaf with memory of its own is on the wire while the next one is packed."""
-    copy = device.copy if probe is None else probe.copying(device.copy)
+def stage_in_pieces(
+    device: Device, layout: Layout, leaves: Sequence[torch.Tensor], send: Send
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """As :func:`stage`, for a large batch.
+
+    Args:
+        device: Where it goes.
+        layout: Of the whole batch.
+        leaves: What it packs.
+        send: Brings some bytes through a slot: called with device memory, flat ``uint8``, and with what packs them.
+
+    Returns:
+        As :func:`stage`.
+    """
+    arrived, memory = layout.allocate(device.empty, device.alloc)
+    flat = [_bytes_of(tensor) for tensor in memory]
+    sources = layout.sources(leaves)
     rest: list[int] = []
     for number, span in enumerate(layout.spans):
+        source = sources[number]
         if span.block == layout.slab:
             rest.append(number)
-            continue
-        target, piece, source = memory[span.block], pieces[span.block], sources[number]
-        if span.nbytes <= _PIECE_BYTES or isinstance(source, Rows) or not source.is_contiguous():
-            copy_all([views[number]], [source])
-            copy(target, piece, stream)
-            continue
-        flat = source.view(-1).view(torch.uint8)
-        to = torch.empty(0, dtype=torch.uint8, device=target.device).set_(
-            target.untyped_storage(), target.storage_offset() * target.dtype.itemsize, (span.nbytes,), (1,)
-        )
-        for start in range(0, span.nbytes, _PIECE_BYTES):
-            end = min(start + _PIECE_BYTES, span.nbytes)
-            piece[start:end].copy_(flat[start:end])
-            copy(to[start:end], piece[start:end], stream)
+        elif isinstance(source, Rows) or not source.is_contiguous():
+            send(flat[span.block], partial(_pack, layout, [number], [source]))
+        else:
+            whole = source.view(-1).view(torch.uint8)
+            for start in range(0, span.nbytes, _PIECE_BYTES):
+                end = min(start + _PIECE_BYTES, span.nbytes)
+                send(flat[span.block][start:end], partial(_pack_bytes, whole[start:end]))
     if rest:
-        copy_all([views[i] for i in rest], [sources[i] for i in rest])
-        copy(memory[layout.slab], pieces[layout.slab], stream)
+        send(flat[layout.slab], partial(_pack, layout, rest, [sources[number] for number in rest]))
+    return arrived, memory
+
+
+def _pack(layout: Layout, numbers: list[int], sources: list[Any], slot: torch.Tensor) -> None:
+    """Spans of one block, which begins where the slot does."""
+    begin = layout.blocks[layout.spans[numbers[0]].block].slot_offset
+    copy_all([layout.slot_view(layout.spans[number], slot, begin) for number in numbers], sources)
+
+
+def _pack_bytes(source: torch.Tensor, slot: torch.Tensor) -> None:
+    slot[: len(source)].copy_(source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a dense tensor, whatever the order of its dimensions."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    size = tensor.dtype.itemsize
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))
 
 
 class Packers:
     """A few threads for batches of many small leaves, which torch's own threading packs one after the other.
 
-    Belongs to one producer thread, which packs a share itself. The GIL is taken once a share, not once a leaf.
+    Belongs to one producer thread, which packs too. Whoever is awake takes the next share, so nobody waits for a thread
+    that is slow to wake. The GIL is taken once a share, not once a leaf.
 
     Args:
         threads: Threads that pack, the calling one included.
@@ -119,8 +143,9 @@ class Packers:
         self._count = max(1, min(threads, _MAX_PACKERS))
         self._name = name
         self._threads: list[threading.Thread] = []
-        self._own: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._work: SimpleQueue[Any] = SimpleQueue()
+        self._shares: deque[_Share] = deque()
+        self._left = 0
+        self._work: SimpleQueue[deque[_Share] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def start(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -129,35 +154,37 @@ class Packers:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        count = self._count
-        for share in range(1, count):
-            self._work.put((views[share::count], sources[share::count]))
-        self._own = views[::count], sources[::count]
+        count = min(_SHARES * self._count, len(views))
+        self._shares = shares = deque((views[share::count], sources[share::count]) for share in range(count))
+        self._left = count
+        for _ in self._threads:
+            self._work.put(shares)
 
     def finish(self) -> None:
-        """Pack the calling thread's share and wait for the others; all bytes have left the leaves then (contract 5)."""
-        own, self._own = self._own, ([], [])
-        error: BaseException | None = None
-        try:
-            if own[0]:
-                copy_all(*own)
-        except BaseException as caught:  # noqa: BLE001 - the others must be waited for first: they write the slot
-            error = caught
-        for _ in range(1, self._count):
+        """Pack along, and wait for the others; all bytes have left the leaves then (contract 5)."""
+        shares, error = self._shares, None
+        while (share := _next_of(shares)) is not None:
+            self._left -= 1
+            try:
+                copy_all(*share)
+            except BaseException as caught:  # noqa: BLE001 - the others must be waited for first: they write the slot
+                error = caught
+        for _ in range(self._left):
             error = self._done.get() or error
         if error is not None:
             raise error
 
     def _run(self) -> None:
         limit_packing_threads(1)
-        while (share := self._work.get()) is not None:
-            try:
-                with torch.no_grad():
-                    copy_all(*share)
-                self._done.put(None)
-            except BaseException as error:  # noqa: BLE001 - raised again where the batch is sent
-                self._done.put(error)
-            del share
+        while (shares := self._work.get()) is not None:
+            while (share := _next_of(shares)) is not None:
+                try:
+                    with torch.no_grad():
+                        copy_all(*share)
+                    self._done.put(None)
+                except BaseException as error:  # noqa: BLE001 - raised again where the batch is sent
+                    self._done.put(error)
+                del share
 
     def close(self) -> None:
         """End the threads."""
@@ -166,3 +193,10 @@ class Packers:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+
+
+def _next_of(shares: deque[_Share]) -> _Share | None:
+    try:
+        return shares.popleft()
+    except IndexError:
+        return None

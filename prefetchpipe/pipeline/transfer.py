@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,8 @@ from prefetchpipe.errors import CorruptBatchError, IteratorClosedError
 from prefetchpipe.memory.pinned import PageableBlock, PinnedMemory
 from prefetchpipe.memory.ring import Slot, SlotRing
 from prefetchpipe.options import Options
-from prefetchpipe.pipeline.staging import Packers, stage
+from prefetchpipe.pipeline.shortway import SMALL_BYTES, ShortSender
+from prefetchpipe.pipeline.staging import LARGE_BYTES, Packers, stage, stage_in_pieces
 from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.timing import CopyTimer, Probe
@@ -31,14 +32,9 @@ from prefetchpipe.pipeline.workers import WorkerBatch, WorkerSlot
 __all__ = ["Transfer"]
 
 
-_SLOTS = 2
-"""One being packed while the other is on the wire. In the whole iterator a third gained nothing, and with more a batch
-of 38 MB took longer to be packed and copied: 0.73 to 0.78 ms with 2 or 3 slots, 0.98 with 4, 1.27 with 8
-(docs/performance.md, parts D and G)."""
-
-_SMALL_BYTES = 256 << 10
-"""A copy of this takes 5 us on the wire (by arithmetic, at 55 GB/s): less than ordering it across two streams costs
-the host."""
+_SLOTS = 3
+"""With more a batch of 38 MB took longer to be packed and copied: 0.73 to 0.78 ms with 2 or 3 slots, 0.98 with 4, 1.27
+with 8 (docs/performance.md, part D)."""
 
 
 class Transfer:
@@ -53,6 +49,7 @@ class Transfer:
 
     Attributes:
         consumer_stream: The stream on which the consumer last took a batch.
+        short: For batches that go the short way.
         packers: Threads for batches of many leaves, where the producer's thread has some.
         times: Where the seconds of the batch being sent are counted.
         number: Which batch of its pass that is, from 0.
@@ -69,6 +66,7 @@ class Transfer:
         self._ring = (
             SlotRing(device, memory, _SLOTS, poison=options.checked, clock=counters.clock) if device.staged else None
         )
+        self.short = None if self._ring is None else ShortSender(device, self._ring, memory, counters, timer)
         self._plans = PlanCache(device)
         self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._events: deque[Event] = deque()
@@ -83,7 +81,7 @@ class Transfer:
 
     def suits_consumer_stream(self) -> bool:
         """Whether the last batch may as well be copied on the consumer's own stream: small, and nothing else to do."""
-        return self._last_bytes <= _SMALL_BYTES and self._transform is None and not self._checked
+        return self._last_bytes <= SMALL_BYTES and self._transform is None and not self._checked
 
     def is_behind(self) -> bool:
         """Whether fetching or sending would have to wait for the device."""
@@ -193,6 +191,8 @@ class Transfer:
             self._device.synchronize(event)  # contract 6: a pinned source outlives the copy out of it
         if self._ring is not None:
             self._ring.close()
+        if self.short is not None:
+            self.short.close()
 
     # One batch
 
@@ -306,10 +306,9 @@ class Transfer:
             arrived, memory = layout.allocate(device.empty, device.alloc)
             copy_all(layout.targets(arrived, memory), layout.sources(leaves))
             return arrived, []
-        slot = self._ring.acquire(layout.nbytes)
-        if self._ring.waited_seconds:
-            self._note_wait(self._ring.waited_seconds, "wait for a slot")
-            self._ring.waited_seconds = 0.0
+        if layout.nbytes > LARGE_BYTES and isinstance(layout, Layout):
+            return self._send_in_pieces(layout, leaves, stream)
+        slot = self._slot(layout.nbytes)
         if slot is None:
             counters.pageable_bytes += layout.nbytes
             return self._send_pageable(layout, leaves, stream)
@@ -323,6 +322,50 @@ class Transfer:
         if probe is not None:
             self._launched(probe)
         return sent
+
+    def _slot(self, nbytes: int) -> Slot | None:
+        assert self._ring is not None
+        slot = self._ring.acquire(nbytes)
+        if self._ring.waited_seconds:
+            self._note_wait(self._ring.waited_seconds, "wait for a slot")
+            self._ring.waited_seconds = 0.0
+        return slot
+
+    def _send_in_pieces(
+        self, layout: Layout, leaves: list[torch.Tensor], stream: Stream
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        device, counters = self._device, self._counters
+        probe = self._timer.probe(counters.recorder)
+        copy = device.copy if probe is None else probe.copying(device.copy)
+
+        def send(target: torch.Tensor, pack: Callable[[torch.Tensor], None]) -> None:
+            nbytes = target.numel()
+            slot = self._slot(nbytes)
+            if slot is None:
+                counters.pageable_bytes += nbytes
+                self._send_piece_pageable(target, pack, stream)
+                return
+            counters.staged_bytes += nbytes
+            pack(slot.tensor)
+            try:
+                copy(target, slot.tensor[:nbytes], stream)
+            finally:
+                device.record(slot.event, stream)  # contract 6, as in `_send_packed`
+
+        sent = stage_in_pieces(device, layout, leaves, send)
+        if probe is not None and probe.all_bytes:
+            self._launched(probe)
+        return sent
+
+    def _send_piece_pageable(self, target: torch.Tensor, pack: Callable[[torch.Tensor], None], stream: Stream) -> None:
+        memory = torch.empty(target.numel(), dtype=torch.uint8, device="cpu")
+        pack(memory)
+        event = self._device.new_event()
+        try:
+            self._device.copy(target, memory, stream)
+        finally:
+            self._device.record(event, stream)
+            self._device.synchronize(event)  # contract 6: this memory goes when the function returns
 
     def _note_wait(self, seconds: float, what: str) -> None:
         self.times.slot_wait_seconds += seconds

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from prefetchpipe.batch.layout import is_plain
-from prefetchpipe.batch.move import move
 from prefetchpipe.device.base import Kernel
 from prefetchpipe.errors import PinnedMemoryError
 
@@ -134,7 +132,6 @@ class SimulatedDevice:
 
     torch_device = torch.device("cpu")
     staged = True
-    copies_plainly = False
     host_memory = True
 
     def __init__(
@@ -354,18 +351,6 @@ class SimulatedDevice:
 
         self.copies += 1
         self._enqueue(stream, nbytes / self._bandwidth, begin, run)
-
-    def plain_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The host waits until it has arrived. What is not just strided bytes is moved without a copy of ours."""
-        if not is_plain(tensor):
-            return move(tensor, tensor.device)  # type: ignore[no-any-return] # a tensor for a tensor
-        dense = tensor.clone()
-        arrived = self.empty(dense.shape, dense.stride(), dense.dtype)
-        stream = self.current_stream()
-        if dense.numel():
-            self.copy(arrived, dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), stream)
-        self.synchronize(_tail_of(stream))
-        return arrived
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
         """Launch a copy. ``dst`` reads as poison until it completes; ``src`` must not change from start to end."""

@@ -38,6 +38,10 @@ def _ordering(*names: str) -> tuple[str, ...]:
     return tuple(_ORDERING + name for name in names)
 
 
+def _short(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_short_way.py::{name}" for name in names)
+
+
 def _workers(*names: str) -> tuple[str, ...]:
     return tuple(_WORKERS + name for name in names)
 
@@ -47,6 +51,7 @@ PRODUCER = "pipeline/producer.py"
 FETCHING = "pipeline/fetching.py"
 LEAVING = "pipeline/leaving.py"
 STAGING = "pipeline/staging.py"
+SHORT = "pipeline/shortway.py"
 RING = "memory/ring.py"
 PREFETCHER = "prefetcher.py"
 SHARED = "pipeline/shared.py"
@@ -214,7 +219,7 @@ MUTANTS = (
     ),
     Mutant(
         "the done event is not recorded",
-        PRODUCER,
+        FETCHING,
         "self._device.record(event, stream)\n        return event",
         "return event",
         4,
@@ -254,12 +259,12 @@ MUTANTS = (
         _ordering("test_c5_a_pinned_buffer_is_not_handed_back_before_its_copy"),
     ),
     Mutant(
-        "a batch that could not go the plain way brings a credit too many",
+        "a batch of the short way takes no credit",
         PRODUCER,
-        "self._credits.get()  # contract 8:",
-        "pass  # contract 8:",
+        "credit = self._credit()\n                    if credit is STOP:",
+        "credit = None\n                    if credit is STOP:",
         8,
-        ("tests/unit/test_plain_way.py::test_c8_nothing_may_be_fetched_further_ahead_afterwards",),
+        ("tests/unit/test_short_way.py::test_c8_nothing_may_be_fetched_further_ahead_afterwards",),
     ),
     Mutant(
         "every source counts as one that is not reused",
@@ -272,7 +277,7 @@ MUTANTS = (
     Mutant(
         "the packing threads are not waited for",
         STAGING,
-        "for _ in range(1, self._count):",
+        "for _ in range(self._left):",
         "for _ in ():",
         5,
         _ordering("test_c5_packing_has_ended_when_it_says_so"),
@@ -289,8 +294,8 @@ MUTANTS = (
     Mutant(
         "a slot is written again without a look at its event",
         RING,
-        "if not self._device.query(slot.event):",
-        "if False:",
+        "return not slot.used or self._device.query(slot.event)",
+        "return True",
         6,
         _ordering("test_c6_a_slot_is_written_again_only_after_its_copy"),
     ),
@@ -309,6 +314,94 @@ MUTANTS = (
         "pass",
         6,
         _ordering("test_c6_a_slot_is_written_again_only_after_its_copy"),
+    ),
+    Mutant(
+        "the short way: the consumer's stream does not wait for the copy",
+        SHORT,
+        "device.wait(stream, slot.event)  # contract 3",
+        "pass",
+        3,
+        _short("test_c3_the_consumers_stream_waits_for_the_copy"),
+    ),
+    Mutant(
+        "the short way: memory is not marked as used by the consumer's stream",
+        SHORT,
+        "device.record_use(tensor, stream)  # contract 4:",
+        "pass  # contract 4:",
+        4,
+        _short("test_c2_c4_c6_each_batch_has_memory_of_its_own"),
+    ),
+    Mutant(
+        "the short way: memory of the consumer's pool for copies on the copy stream",
+        SHORT,
+        "with device.on_copy_stream():",
+        "if True:",
+        4,
+        _short("test_c2_c4_c6_each_batch_has_memory_of_its_own"),
+    ),
+    Mutant(
+        "the short way: the event of a slot is not recorded",
+        SHORT,
+        "device.record(slot.event, stream)  # contract 6:",
+        "pass  # contract 6:",
+        6,
+        _short("test_c2_c4_c6_each_batch_has_memory_of_its_own"),
+    ),
+    Mutant(
+        "the short way: the host runs ahead of the device without bound",
+        PRODUCER,
+        "self._wait_until_done(credit)  # contract 4, as",
+        "pass  # contract 4, as",
+        4,
+        _ordering("test_c4_the_host_runs_ahead_of_the_device_by_depth_batches_only"),
+    ),
+    Mutant(
+        "the short way: no event behind what the loop did",
+        FETCHING,
+        "self._done = self._mark(stream)",
+        "pass",
+        4,
+        _ordering("test_c4_the_host_runs_ahead_of_the_device_by_depth_batches_only"),
+    ),
+    Mutant(
+        "the short way: leaves that share memory are packed apart",
+        SHORT,
+        "if len(storages) == count",
+        "if True",
+        12,
+        _short("test_c12_leaves_that_share_memory_go_on_sharing_it"),
+    ),
+    Mutant(
+        "the short way: the credit of a batch is kept",
+        PRODUCER,
+        "self._credits.put(self._done)",
+        "pass",
+        8,
+        _short("test_c8_nothing_may_be_fetched_further_ahead_afterwards"),
+    ),
+    Mutant(
+        "the short way: the loader runs in the modes of the moment",
+        PRODUCER,
+        "self._modes.call(self._fetched_short, stream)",
+        "self._fetched_short(stream)",
+        17,
+        _short("test_c17_the_modes_are_those_of_iter"),
+    ),
+    Mutant(
+        "pieces of a large batch share a slot",
+        TRANSFER,
+        "device.record(slot.event, stream)  # contract 6, as in `_send_packed`",
+        "pass",
+        6,
+        _ordering("test_c6_pieces_of_a_large_batch_wait_for_their_slots"),
+    ),
+    Mutant(
+        "a piece in pageable memory is not waited for",
+        TRANSFER,
+        "self._device.synchronize(event)  # contract 6: this memory goes",
+        "pass  # contract 6: this memory goes",
+        6,
+        _ordering("test_c6_c15_pieces_of_a_large_batch_without_page_locked_memory"),
     ),
     Mutant(
         "the ring is given back while copies are under way",
@@ -369,7 +462,7 @@ MUTANTS = (
         "self._device.record(ticket.ready, stream)  # contract 3, and",
         "ticket.ready = None  # contract 3, and",
         3,
-        ("tests/unit/test_plain_way.py::test_c3_c4_a_batch_of_a_pass_that_was_left_goes_to_another_stream",),
+        ("tests/unit/test_short_way.py::test_c3_c4_a_batch_of_a_pass_that_was_left_goes_to_another_stream",),
     ),
     Mutant(
         "the end is told before what the thread has put",

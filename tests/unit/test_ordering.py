@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
 
 from prefetchpipe import GPUPrefetcher
+from prefetchpipe.batch import few
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline import producer as producer_module
+from prefetchpipe.pipeline import shortway, staging, transfer
+from prefetchpipe.pipeline.shortway import SMALL_BYTES
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import TIMEOUT, Readings, Source, Thread, constants, join_ours, our_threads, to_plain
@@ -193,7 +198,7 @@ def test_c4_the_host_runs_ahead_of_the_device_by_depth_batches_only(fetch: str, 
 
     def make(index: int) -> torch.Tensor:
         ahead.append(index - len(finished))
-        return filled(index)
+        return torch.full((SMALL_BYTES,), float(index))  # small ones need no memory that others could use
 
     for index, batch in enumerate(GPUPrefetcher(Source(make, 24), device, depth=depth, fetch=fetch)):
         device.launch(lambda index=index: finished.append(index), seconds=0.05)
@@ -280,10 +285,11 @@ def test_c5_many_leaves_are_packed_before_they_are_copied() -> None:
         assert [leaf.unique().tolist() for leaf in batch] == [[float(index * 10 + leaf)] for leaf in range(9)]
 
 
-def test_c5_packing_has_ended_when_it_says_so() -> None:
-    """The share of another thread, held up until the packing one waits for it."""
+def test_c5_packing_has_ended_when_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share that another thread has taken, held up until the packing one waits for it."""
     packers = Packers(2, "prefetchpipe-packing-test")
-    waiting, done = threading.Event(), packers._done
+    taken, waiting, done = threading.Event(), threading.Event(), packers._done
+    copy_all = staging.copy_all
 
     class Done:
         put = done.put
@@ -292,32 +298,74 @@ def test_c5_packing_has_ended_when_it_says_so() -> None:
             waiting.set()
             return done.get()
 
-    class Held:
-        """A share that takes long to unpack."""
-
-        def __iter__(self) -> Iterator[Any]:
+    def copy(*share: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert taken.wait(TIMEOUT)
+        else:
+            taken.set()
             assert waiting.wait(TIMEOUT)
-            return iter(share)
+        copy_all(*share)
 
-    packers._done = Done()
-    original = packers._work.put
-    share: Any = None
-
-    def put(work: Any) -> None:
-        nonlocal share
-        share = work
-        original(None if work is None else Held())
-
-    packers._work = _Queue(packers._work, put)
-    sources = [torch.full((8,), float(index)) for index in range(6)]
+    packers._done = Done()  # type: ignore[assignment]
+    monkeypatch.setattr(staging, "copy_all", copy)
+    sources = [torch.full((8,), float(index)) for index in range(20)]
     views = [torch.zeros(8) for _ in sources]
     try:
         packers.start(views, sources)
         packers.finish()
-        assert [float(view.sum()) for view in views] == [8.0 * index for index in range(6)]
+        assert [float(view.sum()) for view in views] == [8.0 * index for index in range(20)]
     finally:
         waiting.set()
         packers.close()
+
+
+def test_c5_a_packing_thread_that_is_slow_to_wake_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    packers = Packers(4, "prefetchpipe-packing-test")
+    held: list[Any] = []
+    put = packers._work.put
+    monkeypatch.setattr(packers, "_work", _Queue(packers._work, held.append))
+    try:
+        for turn in range(2):
+            sources = [torch.full((8,), float(index + turn)) for index in range(20)]
+            views = [torch.zeros(8) for _ in sources]
+            packers.start(views, sources)
+            packers.finish()
+            assert [float(view.sum()) for view in views] == [8.0 * (index + turn) for index in range(20)]
+            for work in held:  # they wake now, and find nothing left
+                put(work)
+            held.clear()
+    finally:
+        for _ in range(3):
+            put(None)
+        packers.close()
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_c7_an_error_of_one_share_comes_when_all_have_ended(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    packers = Packers(2, "prefetchpipe-packing-test")
+    taken, raised = threading.Event(), []
+    copy_all = staging.copy_all
+
+    def copy(*share: Any) -> None:
+        is_here = threading.current_thread() is threading.main_thread()
+        if is_here:
+            assert taken.wait(TIMEOUT)
+        else:
+            taken.set()
+        if is_here == (place == "here") and not raised:
+            raised.append(1)
+            raise ValueError("a share")
+        copy_all(*share)
+
+    monkeypatch.setattr(staging, "copy_all", copy)
+    views = [torch.zeros(8) for _ in range(20)]
+    packers.start(views, [torch.ones(8) for _ in views])
+    with pytest.raises(ValueError, match="a share"):
+        packers.finish()
+    packers.start(views, [torch.full((8,), 2.0) for _ in views])
+    packers.finish()
+    assert all(float(view.sum()) == 16.0 for view in views)
+    packers.close()
 
 
 class _Queue:
@@ -367,6 +415,78 @@ def test_c6_pageable_memory_outlives_the_copy_out_of_it(fetch: str) -> None:
     with pytest.warns(RuntimeWarning, match="page-locked"):
         assert read_all(device, prefetcher, 8) == ONE_TO_EIGHT
     assert prefetcher.stats().pageable_bytes == 8 * 4096
+
+
+# A large batch, packed and copied in pieces
+
+PIECES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one leaf": lambda t: t,
+    "two leaves": lambda t: [t, t.repeat(3)],
+    "a slab": lambda t: {str(n): t[: 100 + n].clone() for n in range(6)},
+    "strided": lambda t: (t.view(32, 32).t(), t),
+    "shared": lambda t: (t[:600], t[400:]),
+}
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch counts as large, and a piece has 1 KiB."""
+    monkeypatch.setattr(staging, "_PIECE_BYTES", 1024)
+    for module, name in ((transfer, "LARGE_BYTES"), (shortway, "LARGE_BYTES"), (few, "_LARGE_BYTES")):
+        monkeypatch.setattr(module, name, 0)
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("kind", PIECES)
+def test_c6_pieces_of_a_large_batch_wait_for_their_slots(fetch: str, kind: str) -> None:
+    device = SimulatedDevice(bandwidth=SLOW)
+    want = [PIECES[kind](filled(index)) for index in range(8)]
+    prefetcher = GPUPrefetcher([PIECES[kind](filled(index)) for index in range(8)], device, fetch=fetch)
+    got = list(prefetcher)
+    device.synchronize()
+    for one, other in zip(got, want, strict=True):
+        for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+            assert torch.equal(a, b)
+    stats = prefetcher.stats()
+    assert stats.staged_bytes >= stats.copied_bytes > 0
+    if kind == "one leaf":
+        assert stats.pinned_bytes <= 3 * 1024
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_c6_rows_of_a_large_batch_are_gathered_into_one_slot() -> None:
+    device = SimulatedDevice(bandwidth=SLOW)
+    rows = torch.arange(40_000 * 8.0).view(40_000, 8)
+    loader = DataLoader(TensorDataset(rows, rows[:, 0].clone()), 4_000)
+    got = list(GPUPrefetcher(loader, device))
+    device.synchronize()
+    assert torch.equal(torch.cat([one for one, _ in got]), rows)
+    assert torch.equal(torch.cat([other for _, other in got]), rows[:, 0])
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("kind", PIECES)
+def test_c6_c15_pieces_of_a_large_batch_without_page_locked_memory(fetch: str, kind: str) -> None:
+    device = SimulatedDevice(bandwidth=SLOW)
+    want = [PIECES[kind](filled(index)) for index in range(8)]
+    prefetcher = GPUPrefetcher(
+        [PIECES[kind](filled(index)) for index in range(8)], device, max_pinned_bytes=0, fetch=fetch
+    )
+    with pytest.warns(RuntimeWarning, match="page-locked"):
+        got = list(prefetcher)
+    device.synchronize()
+    for one, other in zip(got, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True))
+    assert prefetcher.stats().staged_bytes == 0
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_c5_a_large_batch_has_left_its_source(fetch: str) -> None:
+    device = SimulatedDevice(bandwidth=SLOW)
+    buffer = torch.empty(1024)
+    prefetcher = GPUPrefetcher((buffer.fill_(index + 1) for index in range(8)), device, fetch=fetch)
+    assert read_all(device, prefetcher, 8) == ONE_TO_EIGHT
 
 
 @pytest.mark.parametrize("taken", [1, 3])

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from prefetchpipe import GPUPrefetcher, PinnedMemoryError
 from prefetchpipe.batch import few
-from prefetchpipe.pipeline import staging
+from prefetchpipe.pipeline import shortway, staging, transfer
 from prefetchpipe.stats import Limits, Stats, known_limits, measure_limits
 from prefetchpipe.testing import SimulatedDevice
 from tests.clock import Clock, timed
@@ -62,17 +62,27 @@ def test_times_by_step_in_the_callers_thread() -> None:
 
 
 def test_waits_for_slots_and_for_the_device() -> None:
-    device = SimulatedDevice(bandwidth=1e6)
-    prefetcher = timed(batches(), lambda: device.now, device, fetch="caller")
+    device = SimulatedDevice(bandwidth=4e7)
+    prefetcher = timed(batches(numbers=100_000), lambda: device.now, device, fetch="caller", depth=4)
     for _ in prefetcher:
         pass
     stats = prefetcher.stats()
     assert 0.15 < stats.slot_wait_seconds < 0.21
     assert stats.slot_wait_seconds < stats.send_seconds
-    busy = timed(batches(), lambda: device.now, device, fetch="caller")
+    busy = timed(batches(numbers=100_000), lambda: device.now, device, fetch="caller")
     for batch in busy:
         device.launch(lambda x: None, batch, seconds=20 * MS)
     assert 0.3 < busy.stats().device_wait_seconds < 0.41
+
+
+def test_small_batches_wait_for_a_slot_behind_the_loops_own_work() -> None:
+    device = SimulatedDevice()
+    busy = timed(batches(40), lambda: device.now, device, fetch="caller")
+    for batch in busy:
+        device.launch(lambda x: None, batch, seconds=20 * MS)
+    stats = busy.stats()
+    assert 18 * 20 * MS < stats.device_wait_seconds < 0.51, "16 batches may be on their way"
+    assert stats.packing_seconds == pytest.approx(0, abs=1e-3)
 
 
 def test_the_clock_is_read_a_few_times_a_batch() -> None:
@@ -207,11 +217,13 @@ def test_stats_waits_for_no_copy() -> None:
 
 def test_the_last_piece_of_a_large_batch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_PIECE_BYTES", 2 << 20)
+    monkeypatch.setattr(shortway, "LARGE_BYTES", 2 << 20)
+    monkeypatch.setattr(transfer, "LARGE_BYTES", 2 << 20)
     monkeypatch.setattr(few, "_LARGE_BYTES", 2 << 20)
     device = SimulatedDevice(bandwidth=1e9)
-    copy_all = staging.copy_all
+    pack = staging._pack_bytes
     # Packing goes on between the copies: what is measured must not hold it.
-    monkeypatch.setattr(staging, "copy_all", lambda views, sources: (device.pass_time(1.0), copy_all(views, sources)))
+    monkeypatch.setattr(staging, "_pack_bytes", lambda *args: (device.pass_time(1.0), pack(*args)))
     large = [{"x": torch.full((400_000,), float(i)), "y": torch.full((400_000,), -1.0)} for i in range(8)]
     prefetcher = GPUPrefetcher(large, device, fetch="caller")
     arrived = list(prefetcher)

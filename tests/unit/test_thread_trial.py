@@ -91,13 +91,19 @@ def pace_sees_sending(steps: Steps, seconds: float) -> None:
             steps.now += seconds
         return send(self, *args, **options)
 
-    steps._shared.lease_transfer = lease_with(steps._shared.lease_transfer, slow)  # type: ignore[method-assign]
+    def slow_short(send: Callable[..., Any], *args: Any) -> Any:
+        steps.now += seconds
+        return send(*args)
+
+    steps._shared.lease_transfer = lease_with(steps._shared.lease_transfer, slow, slow_short)  # type: ignore[method-assign]
 
 
-def lease_with(lease: Callable[[], Any], send: Callable[..., Any]) -> Callable[[], Any]:
+def lease_with(lease: Callable[[], Any], send: Callable[..., Any], send_short: Callable[..., Any]) -> Callable[[], Any]:
     def leased() -> Any:
         transfer = lease()
+        short = transfer.short.send
         transfer.send = send.__get__(transfer)
+        transfer.short.send = lambda *args: send_short(short, *args)
         return transfer
 
     return leased

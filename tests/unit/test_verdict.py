@@ -105,7 +105,7 @@ def test_a_loop_that_works_longer_than_it_waits(fetch: str) -> None:
 def test_a_device_that_computes_all_the_time(fetch: str) -> None:
     device = SimulatedDevice()
     stats = run(
-        timed(batches(), lambda: device.now, device, fetch=fetch),
+        timed(batches(numbers=100_000), lambda: device.now, device, fetch=fetch),
         lambda batch: device.launch(lambda x: None, batch, seconds=10 * MS),
     )
     assert stats.bottleneck == "device"

@@ -1,0 +1,241 @@
+"""The short way of a batch that the caller fetches: a flat container of few plain tensors (contract 16).
+
+What such a batch costs is mostly Python, not bytes. So nothing is planned, no ticket is made and nothing is handed
+over: its leaves are packed, copied and handed out in one go. Small ones are copied on the consumer's own stream, where
+nothing has to be ordered; the others on the copy stream, as everywhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from prefetchpipe.batch.layout import ALIGNMENT, is_plain
+from prefetchpipe.counters import Counters
+from prefetchpipe.device.base import Device, Stream
+from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.memory.ring import Slot, SlotRing
+from prefetchpipe.pipeline.staging import LARGE_BYTES
+from prefetchpipe.pipeline.timing import CopyTimer
+
+if TYPE_CHECKING:
+    from prefetchpipe.pipeline.shared import Shared
+
+__all__ = ["NOT_SHORT", "SMALL_BYTES", "SMALL_SLOTS", "ShortSender", "ShortWay"]
+
+NOT_SHORT: Any = object()
+"""In the place of a batch: it has to go the usual way."""
+
+SMALL_BYTES = 256 << 10
+"""A copy of this takes 5 us on the wire (by arithmetic, at 55 GB/s): less than ordering it across two streams costs
+the host."""
+
+SMALL_SLOTS = 16
+"""Of 256 KiB at most each. With four the host waits for the device at every batch, and to be woken takes longer than
+the batch (docs/performance.md, part P)."""
+
+_SETTLED_BATCHES = 6
+"""Of a pass, which go the usual way: they show whether the loader draws random numbers, and whether a thread pays."""
+
+_PINNED_CHECK = 8
+"""Every so many batches it is asked whether they are pinned: to be copied from where they are, the usual way."""
+
+_MOST_LEAVES = 8
+_MOVED_BYTES = 128 << 10
+"""Up to here a leaf is packed by one ``memmove``; beyond, torch's threads share the work."""
+
+_AS_THEY_ARE = frozenset((int, float, str, bool, type(None)))
+
+
+class ShortWay:
+    """Whether batches of one pass go the short way.
+
+    Attributes:
+        is_on: The next one does.
+        is_over: None of this pass does any more.
+    """
+
+    __slots__ = ("_batches", "is_on", "is_over")
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self.is_on = self.is_over = False
+
+    @classmethod
+    def for_pass(cls, shared: Shared, *, suits: bool) -> ShortWay | None:
+        """None where it cannot be: whatever wants more of a batch than its bytes."""
+        options = shared.options
+        if not (suits and options.fetch != "thread" and shared.device.staged):
+            return None
+        if options.transform is not None or options.checked or options.static or shared.has_state:
+            return None
+        return None if shared.has_generators else cls()
+
+    def after_usual(self) -> None:
+        """A batch was handed out that the caller fetched the usual way."""
+        self._batches += 1
+        self.is_on = not self.is_over and self._batches >= _SETTLED_BATCHES
+
+    def give_up(self) -> None:
+        """The usual way from here on."""
+        self.is_on = False
+        self.is_over = True
+
+
+class ShortSender:
+    """Brings batches to the device, for the passes that one :class:`~prefetchpipe.pipeline.transfer.Transfer` serves.
+
+    Args:
+        device: Where batches go.
+        ring: Slots for all but small batches.
+        memory: Where slots for small ones come from.
+        counters: Bytes are added here.
+        timer: Measures some of the copies.
+    """
+
+    def __init__(
+        self, device: Device, ring: SlotRing, memory: PinnedMemory, counters: Counters, timer: CopyTimer
+    ) -> None:
+        self._device = device
+        self._ring = ring
+        self._small = SlotRing(device, memory, SMALL_SLOTS, clock=counters.clock)
+        self._counters = counters
+        self._timer = timer
+        self._batches = 0
+
+    def close(self) -> None:
+        """As the ring's."""
+        self._small.close()
+
+    def nbytes_of(self, batch: Any) -> int:
+        """Bytes of a slot for ``batch``; -1 if it cannot go this way."""
+        leaves = _leaves_of(batch)
+        nbytes, largest = (0, None) if len(leaves) > _MOST_LEAVES else self._extent_of(leaves)
+        if largest is None or nbytes > LARGE_BYTES:
+            return -1
+        if self._batches % _PINNED_CHECK == 0 and self._device.is_pinned(largest):
+            return -1
+        self._batches += 1
+        return nbytes
+
+    def _extent_of(self, leaves: Any) -> tuple[int, torch.Tensor | None]:
+        """Bytes of a slot for ``leaves``, and the largest of them; None if they cannot go this way."""
+        device = self._device
+        largest, most, nbytes, count = None, 0, 0, 0
+        storages = set()
+        for leaf in leaves:
+            if type(leaf) is torch.Tensor:
+                if not (leaf.is_cpu and is_plain(leaf) and leaf.is_contiguous()):
+                    return 0, None
+                own = leaf.nbytes
+                if not own or (device.host_memory and device.is_resident(leaf)):
+                    return 0, None
+                nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT + own
+                storages.add(leaf.untyped_storage().data_ptr())
+                count += 1
+                if own > most:
+                    largest, most = leaf, own
+            elif type(leaf) not in _AS_THEY_ARE:
+                return 0, None
+        # Contract 12: leaves that share memory go on sharing it.
+        return (nbytes, largest) if len(storages) == count else (0, None)
+
+    def send(self, batch: Any, nbytes: int, stream: Stream) -> Any:
+        """The batch on the device, for ``stream``, the consumer's current one.
+
+        All bytes have left its leaves when it returns (contract 5).
+
+        Args:
+            batch: For which :meth:`nbytes_of` holds.
+            nbytes: What that gave.
+            stream: What is queued there from now on sees the batch.
+
+        Returns:
+            ``NOT_SHORT`` if page-locked memory was refused.
+        """
+        is_small = nbytes <= SMALL_BYTES
+        ring = self._small if is_small else self._ring
+        slot = ring.acquire(nbytes)
+        if ring.waited_seconds:
+            self._note_wait(ring)
+        if slot is None:
+            return NOT_SHORT
+        leaves: Any = _leaves_of(batch)
+        device = self._device
+        if is_small:
+            out = self._copied(leaves, slot, stream)
+        else:
+            with device.on_copy_stream():
+                out = self._copied(leaves, slot, device.copy_stream)
+            device.wait(stream, slot.event)  # contract 3
+            for tensor in out:
+                if type(tensor) is torch.Tensor:
+                    device.record_use(tensor, stream)  # contract 4: its memory is of the copy stream's pool
+        counters = self._counters
+        counters.copied_bytes += nbytes
+        counters.staged_bytes += nbytes
+        kind = type(batch)
+        if kind is list:
+            return out
+        if kind is tuple:
+            return tuple(out)
+        return dict(zip(batch, out, strict=True)) if kind is dict else out[0]
+
+    def _note_wait(self, ring: SlotRing) -> None:
+        seconds, ring.waited_seconds = ring.waited_seconds, 0.0
+        times = self._counters.steady
+        if ring is self._small:  # copies there wait their turn behind the loop's own work on the device
+            times.device_wait_seconds += seconds
+            times.send_seconds -= seconds  # what is counted there next contains it
+        else:
+            times.slot_wait_seconds += seconds
+
+    def _copied(self, leaves: Any, slot: Slot, stream: Stream) -> list[Any]:
+        device = self._device
+        buffer, position = slot.tensor, 0
+        address = buffer.data_ptr()
+        out: list[Any] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        shared: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor:
+                out.append(leaf)
+                continue
+            arrived = device.empty(leaf.shape, leaf.stride(), leaf.dtype)
+            out.append(arrived)
+            nbytes = leaf.nbytes
+            start = -(-position // ALIGNMENT) * ALIGNMENT
+            position = start + nbytes
+            piece = buffer[start:position]
+            pairs.append((arrived, piece))
+            if nbytes <= _MOVED_BYTES:
+                ctypes.memmove(address + start, leaf.data_ptr(), nbytes)
+            else:
+                shared[0].append(piece)
+                shared[1].append(leaf.view(-1).view(torch.uint8))
+        if shared[0]:
+            torch._foreach_copy_(*shared)
+        probe = self._timer.probe(None)
+        if probe is not None:
+            probe.begin(stream)
+        try:
+            for arrived, piece in pairs:
+                device.copy(arrived, piece, stream)
+        finally:
+            device.record(slot.event, stream)  # contract 6: also after a copy that failed half-way
+        if probe is not None:
+            probe.end(stream, position)
+            self._timer.launched(probe)
+        return out
+
+
+def _leaves_of(batch: Any) -> Any:
+    """Of a flat container; none for another kind."""
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        return batch
+    if kind is dict:
+        return batch.values()
+    return (batch,) if kind is torch.Tensor else ()
