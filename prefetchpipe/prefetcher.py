@@ -78,7 +78,7 @@ class _Pass(Iterator[Any]):
         """The next batch, ordered on the stream that is current now.
 
         Where it is packed and copied, by ``device.copy``: ``Transfer.send`` (pipeline/transfer.py), or
-        ``ShortSender.send`` (pipeline/shortway.py). Who calls that and when, a thread or this one, is ``Producer``'s part.
+        ``ShortSender.send`` (pipeline/shortway.py). Who calls it when, is ``Producer``'s part.
         """
         producer = self._producer
         if producer is None:

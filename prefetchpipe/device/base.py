@@ -106,6 +106,15 @@ class Device(Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch an asynchronous copy on ``stream``: all bytes of a flat ``uint8`` host ``src`` to a dense ``dst``."""
 
+    def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A dense host tensor on the device, by a copy queued on the current stream; its bytes have left it then.
+
+        For some kilobytes: the page-locked memory in between is the device's own, and not counted.
+
+        Raises:
+            RuntimeError: Memory is refused.
+        """
+
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch an asynchronous copy on ``stream``: all bytes of a dense ``src`` to a flat ``uint8`` host ``dst``."""
 

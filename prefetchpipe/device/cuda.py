@@ -199,6 +199,16 @@ class CudaDevice:
         with torch.cuda.stream(stream.torch_stream):
             flat.copy_(src, non_blocking=True)
 
+    def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Through torch's own cache of page-locked memory, which is guarded by its own events (contract 6).
+
+        Not ``pin_memory()``: that would give a tensor back which is pinned already, and may be written again
+        (contract 5).
+        """
+        pinned = torch.empty_like(tensor, pin_memory=True)
+        pinned.copy_(tensor)
+        return pinned.to(self.torch_device, non_blocking=True)
+
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch the copy."""
         if self._runtime is not None and not (self._several and stream.raw == 0):

@@ -16,7 +16,7 @@ from prefetchpipe.options import usable_cores
 from prefetchpipe.pipeline import torchloader
 from prefetchpipe.pipeline.leaving import STOP, Leaving
 from prefetchpipe.pipeline.pace import Pace
-from prefetchpipe.pipeline.shortway import NOT_SHORT, SMALL_BYTES, ShortWay
+from prefetchpipe.pipeline.shortway import NOT_SHORT, ShortWay
 from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.pipeline.threadstate import ThreadState, limit_packing_threads
 from prefetchpipe.pipeline.threadtrial import ThreadTrial
@@ -128,7 +128,7 @@ class Fetching(Leaving):
             given = self._next(self.source)
             fetched = counters.clock()
             nbytes = transfer.short.nbytes_of(given)
-            if nbytes > SMALL_BYTES:
+            if transfer.short.is_marked(nbytes):
                 self._done = self._mark(stream)
             batch = NOT_SHORT if nbytes < 0 else transfer.short.send(given, nbytes, stream)
             if batch is NOT_SHORT:

@@ -8,14 +8,14 @@ nothing has to be ordered; the others on the copy stream, as everywhere else.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from prefetchpipe.batch.layout import ALIGNMENT, is_plain
 from prefetchpipe.counters import Counters
-from prefetchpipe.device.base import Device, Stream
-from prefetchpipe.memory.pinned import PinnedMemory
+from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.memory.ring import Slot, SlotRing
 from prefetchpipe.pipeline.staging import LARGE_BYTES
 from prefetchpipe.pipeline.timing import CopyTimer
@@ -23,7 +23,7 @@ from prefetchpipe.pipeline.timing import CopyTimer
 if TYPE_CHECKING:
     from prefetchpipe.pipeline.shared import Shared
 
-__all__ = ["NOT_SHORT", "SMALL_BYTES", "SMALL_SLOTS", "ShortSender", "ShortWay"]
+__all__ = ["NOT_SHORT", "SMALL_BYTES", "ShortSender", "ShortWay"]
 
 NOT_SHORT: Any = object()
 """In the place of a batch: it has to go the usual way."""
@@ -32,9 +32,10 @@ SMALL_BYTES = 256 << 10
 """A copy of this takes 5 us on the wire (by arithmetic, at 55 GB/s): less than ordering it across two streams costs
 the host."""
 
-SMALL_SLOTS = 16
-"""Of 256 KiB at most each. With four the host waits for the device at every batch, and to be woken takes longer than
-the batch (docs/performance.md, part P)."""
+_MARK_EVERY = 8
+_MARKS = 3
+"""The host is at most so many times eight small batches ahead of the device. With a bound of four batches it waits at
+every one, and to be woken takes longer than the batch (docs/performance.md, part O)."""
 
 _SETTLED_BATCHES = 6
 """Of a pass, which go the usual way: they show whether the loader draws random numbers, and whether a thread pays."""
@@ -90,24 +91,22 @@ class ShortSender:
     Args:
         device: Where batches go.
         ring: Slots for all but small batches.
-        memory: Where slots for small ones come from.
+        has_limit: Page-locked memory is limited, so all of it has to be counted.
         counters: Bytes are added here.
         timer: Measures some of the copies.
     """
 
     def __init__(
-        self, device: Device, ring: SlotRing, memory: PinnedMemory, counters: Counters, timer: CopyTimer
+        self, device: Device, ring: SlotRing, counters: Counters, timer: CopyTimer, *, has_limit: bool
     ) -> None:
         self._device = device
         self._ring = ring
-        self._small = SlotRing(device, memory, SMALL_SLOTS, clock=counters.clock)
         self._counters = counters
         self._timer = timer
+        self._most_small = -1 if has_limit else SMALL_BYTES
         self._batches = 0
-
-    def close(self) -> None:
-        """As the ring's."""
-        self._small.close()
+        self._small_batches = 0
+        self._marks: deque[Event] = deque()
 
     def nbytes_of(self, batch: Any) -> int:
         """Bytes of a slot for ``batch``; -1 if it cannot go this way."""
@@ -123,8 +122,8 @@ class ShortSender:
     def _extent_of(self, leaves: Any) -> tuple[int, torch.Tensor | None]:
         """Bytes of a slot for ``leaves``, and the largest of them; None if they cannot go this way."""
         device = self._device
-        largest, most, nbytes, count = None, 0, 0, 0
-        storages = set()
+        largest, most, nbytes = None, 0, 0
+        storages: list[int] = []
         for leaf in leaves:
             if type(leaf) is torch.Tensor:
                 if not (leaf.is_cpu and is_plain(leaf) and leaf.is_contiguous()):
@@ -133,14 +132,13 @@ class ShortSender:
                 if not own or (device.host_memory and device.is_resident(leaf)):
                     return 0, None
                 nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT + own
-                storages.add(leaf.untyped_storage().data_ptr())
-                count += 1
+                storages.append(leaf.untyped_storage().data_ptr())
                 if own > most:
                     largest, most = leaf, own
             elif type(leaf) not in _AS_THEY_ARE:
                 return 0, None
         # Contract 12: leaves that share memory go on sharing it.
-        return (nbytes, largest) if len(storages) == count else (0, None)
+        return (nbytes, largest) if len(set(storages)) == len(storages) else (0, None)
 
     def send(self, batch: Any, nbytes: int, stream: Stream) -> Any:
         """The batch on the device, for ``stream``, the consumer's current one.
@@ -155,25 +153,29 @@ class ShortSender:
         Returns:
             ``NOT_SHORT`` if page-locked memory was refused.
         """
-        is_small = nbytes <= SMALL_BYTES
-        ring = self._small if is_small else self._ring
-        slot = ring.acquire(nbytes)
-        if ring.waited_seconds:
-            self._note_wait(ring)
-        if slot is None:
-            return NOT_SHORT
         leaves: Any = _leaves_of(batch)
-        device = self._device
-        if is_small:
-            out = self._copied(leaves, slot, stream)
+        device, counters = self._device, self._counters
+        if nbytes <= self._most_small:
+            self._small_batches += 1
+            if self._small_batches % _MARK_EVERY == 0:
+                self._bound(stream)
+            try:
+                out = [device.copy_small(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+            except (RuntimeError, MemoryError):  # contract 15: the usual way does with less memory, or raises again
+                return NOT_SHORT
         else:
+            slot = self._ring.acquire(nbytes)
+            if self._ring.waited_seconds:
+                counters.steady.slot_wait_seconds += self._ring.waited_seconds
+                self._ring.waited_seconds = 0.0
+            if slot is None:
+                return NOT_SHORT
             with device.on_copy_stream():
                 out = self._copied(leaves, slot, device.copy_stream)
             device.wait(stream, slot.event)  # contract 3
             for tensor in out:
                 if type(tensor) is torch.Tensor:
                     device.record_use(tensor, stream)  # contract 4: its memory is of the copy stream's pool
-        counters = self._counters
         counters.copied_bytes += nbytes
         counters.staged_bytes += nbytes
         kind = type(batch)
@@ -183,14 +185,22 @@ class ShortSender:
             return tuple(out)
         return dict(zip(batch, out, strict=True)) if kind is dict else out[0]
 
-    def _note_wait(self, ring: SlotRing) -> None:
-        seconds, ring.waited_seconds = ring.waited_seconds, 0.0
-        times = self._counters.steady
-        if ring is self._small:  # copies there wait their turn behind the loop's own work on the device
-            times.device_wait_seconds += seconds
-            times.send_seconds -= seconds  # what is counted there next contains it
-        else:
-            times.slot_wait_seconds += seconds
+    def is_marked(self, nbytes: int) -> bool:
+        """Whether the consumer's stream is to be marked before a batch of so many bytes (contract 4)."""
+        return nbytes > self._most_small
+
+    def _bound(self, stream: Stream) -> None:
+        """Contract 14: page-locked memory of small batches is not free again before the device has come to them."""
+        device, marks = self._device, self._marks
+        event = marks.popleft() if len(marks) >= _MARKS else device.new_event()
+        if not device.query(event):  # a new one has passed
+            started = self._counters.clock()
+            device.synchronize(event)
+            waited = self._counters.clock() - started
+            self._counters.steady.device_wait_seconds += waited
+            self._counters.steady.send_seconds -= waited  # what is counted there next contains it
+        device.record(event, stream)
+        marks.append(event)
 
     def _copied(self, leaves: Any, slot: Slot, stream: Stream) -> list[Any]:
         device = self._device

@@ -66,7 +66,10 @@ class Transfer:
         self._ring = (
             SlotRing(device, memory, _SLOTS, poison=options.checked, clock=counters.clock) if device.staged else None
         )
-        self.short = None if self._ring is None else ShortSender(device, self._ring, memory, counters, timer)
+        has_limit = options.max_pinned_bytes is not None
+        self.short = (
+            None if self._ring is None else ShortSender(device, self._ring, counters, timer, has_limit=has_limit)
+        )
         self._plans = PlanCache(device)
         self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._events: deque[Event] = deque()
@@ -191,8 +194,6 @@ class Transfer:
             self._device.synchronize(event)  # contract 6: a pinned source outlives the copy out of it
         if self._ring is not None:
             self._ring.close()
-        if self.short is not None:
-            self.short.close()
 
     # One batch
 

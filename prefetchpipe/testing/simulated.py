@@ -352,6 +352,17 @@ class SimulatedDevice:
         self.copies += 1
         self._enqueue(stream, nbytes / self._bandwidth, begin, run)
 
+    def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the protocol; refused beyond ``pinned_limit``, which counts what is held for longer."""
+        if self._pinned_limit is not None and self.pinned_bytes + tensor.nbytes > self._pinned_limit:
+            raise PinnedMemoryError(f"{tensor.nbytes} bytes: the simulated limit is {self._pinned_limit}")
+        stream = self.current_stream()
+        arrived = self.empty(tensor.shape, tensor.stride(), tensor.dtype)
+        held = [_bytes_of(tensor).clone()]
+        self.copy(arrived, held[0], stream)
+        self._enqueue(stream, 0.0, lambda: None, held.clear)
+        return arrived
+
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: SimulatedStream) -> None:
         """Launch a copy. ``dst`` reads as poison until it completes; ``src`` must not change from start to end."""
         target, source, nbytes = dst.data_ptr(), src.data_ptr(), dst.numel()

@@ -20,7 +20,6 @@ import torch
 
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.pipeline.shortway import SMALL_BYTES, SMALL_SLOTS
 from prefetchpipe.testing import SimulatedDevice
 from tests.support import (
     Readings,
@@ -53,8 +52,7 @@ def warned(caught: list[warnings.WarningMessage]) -> list[str]:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_c14_m1_batches_of_random_length(sim: Any, fetch: str, depth: int) -> None:
     lengths = [random.Random(depth).randrange(1, 40_000) for _ in range(500)]
-    slots = max(depth + 2, SMALL_SLOTS if fetch == "caller" else 0)  # all of them are small
-    bound = slots * max(lengths) * 4 * 1.1
+    bound = (depth + 2) * max(lengths) * 4 * 1.1
     prefetcher = GPUPrefetcher(
         (torch.full((n,), float(i)) for i, n in enumerate(lengths)), sim, depth=depth, fetch=fetch
     )
@@ -75,8 +73,7 @@ def test_c14_m1_nothing_is_rounded_up_to_a_power_of_two(
     nbytes = (1 << exponent) + 1
     source = Source(lambda index: torch.full((nbytes,), index, dtype=torch.uint8), 8)
     prefetcher = GPUPrefetcher(source, stream_device, depth=depth, fetch=fetch)
-    slots = max(depth + 2, SMALL_SLOTS if fetch == "caller" and nbytes <= SMALL_BYTES else 0)
-    bound = slots * nbytes * 1.1
+    bound = (depth + 2) * nbytes * 1.1
     for index, batch in enumerate(prefetcher):
         held = prefetcher.stats().pinned_bytes
         assert held <= bound

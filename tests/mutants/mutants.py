@@ -366,7 +366,7 @@ MUTANTS = (
     Mutant(
         "the short way: leaves that share memory are packed apart",
         SHORT,
-        "if len(storages) == count",
+        "if len(set(storages)) == len(storages)",
         "if True",
         12,
         _short("test_c12_leaves_that_share_memory_go_on_sharing_it"),

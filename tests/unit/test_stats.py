@@ -75,13 +75,14 @@ def test_waits_for_slots_and_for_the_device() -> None:
     assert 0.3 < busy.stats().device_wait_seconds < 0.41
 
 
-def test_small_batches_wait_for_a_slot_behind_the_loops_own_work() -> None:
+def test_the_host_is_some_small_batches_ahead_of_the_device() -> None:
+    """No copy of them waits for another stream, but page-locked memory is theirs until the device has come to them."""
     device = SimulatedDevice()
-    busy = timed(batches(40), lambda: device.now, device, fetch="caller")
+    busy = timed(batches(100), lambda: device.now, device, fetch="caller")
     for batch in busy:
         device.launch(lambda x: None, batch, seconds=20 * MS)
     stats = busy.stats()
-    assert 18 * 20 * MS < stats.device_wait_seconds < 0.51, "16 batches may be on their way"
+    assert (100 - 33) * 20 * MS < stats.device_wait_seconds < (100 - 20) * 20 * MS
     assert stats.packing_seconds == pytest.approx(0, abs=1e-3)
 
 
@@ -171,13 +172,13 @@ def test_pinned_batches_count_where_they_are() -> None:
 @pytest.mark.parametrize("fetch", ["thread", "caller"])
 def test_some_copies_are_measured_on_the_device(fetch: str) -> None:
     device = SimulatedDevice(bandwidth=2e9)
-    prefetcher = GPUPrefetcher(batches(100), device, fetch=fetch)
+    prefetcher = GPUPrefetcher(batches(100, 100_000), device, fetch=fetch)
     for _ in prefetcher:
         pass
     device.synchronize()
     stats = prefetcher.stats()
     assert stats.timed_copies == 15 + 3, "every fourth of the first 63, every sixteenth from then on"
-    assert stats.timed_bytes == stats.timed_copies * 10_000
+    assert stats.timed_bytes == stats.timed_copies * 400_000
     assert stats.copy_gb_per_second == pytest.approx(2.0, rel=0.5)
     assert stats.copy_seconds == pytest.approx(stats.timed_seconds * 100 / 18)
 
@@ -191,7 +192,7 @@ def test_timing_events_are_used_again() -> None:
             return super().new_timing_event()
 
     device = Counting()
-    prefetcher = GPUPrefetcher(batches(200), device, fetch="caller")
+    prefetcher = GPUPrefetcher(batches(200, 100_000), device, fetch="caller")
     for _ in prefetcher:
         device.synchronize()
     assert prefetcher.stats().timed_copies == 15 + 9
