@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.cuda
 
+from prefetchpipe.device.arguments import Arguments
 from prefetchpipe.device.base import Event, HostBlock, Kernel, Stream
 from prefetchpipe.errors import PinnedMemoryError, PrefetchWarning
 from prefetchpipe.ranks import check_device
@@ -247,18 +248,16 @@ class CudaDevice:
 
     def _launch(self, function: Any, stream: Stream, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
         """By the driver's call, which takes the stream as an argument: CuPy's own current stream is not touched."""
-        count = len(args)
         # Of this call alone: the driver's call gives up the GIL, and another thread may launch the same kernel then.
-        values = (ctypes.c_longlong * count)(*[a if type(a) is int else a.data_ptr() for a in args])
-        start = ctypes.addressof(values)
-        params = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        arguments = Arguments.of(args)
         launch = self._cupy.cuda.driver.launchKernel
         if self._is_current():
-            launch(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, ctypes.addressof(params), 0)
-            return
-        with torch.cuda.device(self.torch_device):
-            self._runtime.setDevice(self.index)  # the driver needs a context in this thread
-            launch(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, ctypes.addressof(params), 0)
+            launch(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, arguments.address, 0)
+        else:
+            with torch.cuda.device(self.torch_device):
+                self._runtime.setDevice(self.index)  # the driver needs a context in this thread
+                launch(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream.raw, arguments.address, 0)
+        arguments.leave()  # it has copied them; of a launch that fails they are let go
 
     def _is_current(self) -> bool:
         """Whether the driver would launch in this device's context; anybody may change that at any time."""
