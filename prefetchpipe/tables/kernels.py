@@ -25,7 +25,9 @@ _BLOCKS = 32
 _BLOCKS_ON_DEVICE = 1024
 _SUMMED = {torch.float32: "float", torch.float64: "double", torch.int32: "int", torch.int64: "i64"}
 _TOTALLED = {torch.float32: "float", torch.float64: "double"}
-_NONE = (0, 0, 0, 0)
+_NONE = [(0, 0, 0, 0) * (MOST_TABLES - tables) for tables in range(MOST_TABLES + 1)]
+_PIECES = [next(size for size in WIDTHS if not lowest % size) for lowest in range(16)]
+"""The widest piece that divides a row and all addresses, by the lowest bits of all of them."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -189,16 +191,16 @@ class RowKernels:
     ) -> None:
         """One launch for up to MOST_TABLES tables."""
         for start in range(0, len(tables), MOST_TABLES):
-            args = list(given)
-            pairs = list(zip(tables, rows, strict=True))[start : start + MOST_TABLES]
-            args.append(len(pairs))
+            some = tables[start : start + MOST_TABLES]
+            args: list[object] = [*given, len(some)]
             widest = 0
-            for table, row in pairs:
+            for table, row in zip(some, rows[start : start + MOST_TABLES], strict=True):
                 nbytes = table.shape[1] * table.dtype.itemsize
-                size = _piece(nbytes, table.data_ptr() | row.data_ptr())
-                args += (table, row, nbytes // size, size)
-                widest = max(widest, nbytes // size)
-            args += _NONE * (MOST_TABLES - len(pairs))
+                size = _PIECES[(nbytes | table.data_ptr() | row.data_ptr()) & 15]
+                width = nbytes // size
+                args += (table, row, width, size)
+                widest = max(widest, width)
+            args += _NONE[len(some)]
             self._launch(name, count * widest, tuple(args), stream, blocks=blocks, unroll=unroll)
 
     def _launch_here(self, name: str, pieces: int, args: tuple[object, ...], stream: Stream) -> None:
@@ -211,9 +213,3 @@ class RowKernels:
 
 
 _compiled: weakref.WeakKeyDictionary[Device, RowKernels | None] = weakref.WeakKeyDictionary()
-
-
-def _piece(nbytes: int, addresses: int) -> int:
-    """The widest piece that divides a row and all addresses."""
-    lowest = (nbytes | addresses) & 15
-    return next(size for size in WIDTHS if not lowest % size)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +23,8 @@ __all__ = ["gather_ahead", "gather_rows", "write_back"]
 def gather_ahead(tables: Sequence[HostTable], index: Index, *, most_patches: int = MOST_PATCHES) -> list[RowsAhead]:
     """Rows that are wanted later, on the copy stream; what is written back until then reaches them.
 
+    The caller has taken care of ``no_grad`` and ``beside_captures``, here and below.
+
     Args:
         tables: Of one device.
         index: A checked index of distinct ids, ascending.
@@ -31,7 +32,7 @@ def gather_ahead(tables: Sequence[HostTable], index: Index, *, most_patches: int
     """
     first = tables[0]
     device = first.where
-    with _locked(tables), torch.no_grad(), device.beside_captures():
+    with _Locked(tables):
         # Contract 3: ids on the device come from the caller's stream.
         device.record(first._handover, device.current_stream())
         with device.on_copy_stream():
@@ -53,18 +54,18 @@ def gather_ahead(tables: Sequence[HostTable], index: Index, *, most_patches: int
 
 def gather_rows(tables: Sequence[HostTable], index: Index) -> list[torch.Tensor]:
     """As :meth:`HostTable.gather_rows` of each, [ids, dim] on the current stream."""
-    with _locked(tables):
+    with _Locked(tables):
         return _gather(tables, index)
 
 
 def _gather(tables: Sequence[HostTable], index: Index) -> list[torch.Tensor]:
     empty, count = tables[0].where.empty, len(index)
     rows = [empty(torch.Size((count, table.shape[1])), (table.shape[1], 1), table.dtype) for table in tables]
-    for group in _groups(tables):
-        mover = tables[group[0]]._mover
-        if isinstance(mover, KernelMover):
-            mover.gather_all(_movers(tables, group), mover.place(index), [rows[number] for number in group])
+    for movers, group in _groups(tables):
+        if movers:
+            movers[0].gather_all(movers, movers[0].place(index), [rows[number] for number in group])
         else:
+            mover = tables[group[0]]._mover
             mover.gather(mover.place(index), rows[group[0]])
     return rows
 
@@ -79,7 +80,7 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
     """
     first = tables[0]
     device = first.where
-    with _locked(tables), torch.no_grad(), device.beside_captures():
+    with _Locked(tables):
         stream = device.current_stream()
         is_awaited = False
         for table, new in zip(tables, rows, strict=True):
@@ -93,12 +94,12 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
         device.record(first._handover, stream)
         with device.on_copy_stream():
             device.wait(device.copy_stream, first._handover)
-            for group in _groups(tables):
+            for movers, group in _groups(tables):
                 some = [rows[number] for number in group]
-                mover = tables[group[0]]._mover
-                if isinstance(mover, KernelMover):
-                    mover.scatter_all(_movers(tables, group), mover.place(index), some, unique=True)
+                if movers:
+                    movers[0].scatter_all(movers, movers[0].place(index), some, unique=True)
                 else:
+                    mover = tables[group[0]]._mover
                     mover.scatter(mover.place(index), some[0], unique=True)
         for new in rows:
             device.record_use(new, device.copy_stream)  # contract 4: the copy stream still reads them
@@ -111,28 +112,42 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
                 device.record_use(new, stream)
 
 
-def _groups(tables: Sequence[HostTable]) -> list[list[int]]:
-    """Which of them go in one launch."""
-    groups: list[list[int]] = []
+def _groups(tables: Sequence[HostTable]) -> list[tuple[list[KernelMover], list[int]]]:
+    """Which of them go in one launch: movers and numbers; no movers for a table that goes alone, without kernels."""
+    groups: list[tuple[list[KernelMover], list[int]]] = []
     for number, table in enumerate(tables):
         mover = table._mover
-        for group in groups:
-            first = tables[group[0]]._mover
-            if isinstance(first, KernelMover) and first.moves_with(mover):
+        if not isinstance(mover, KernelMover):
+            groups.append(([], [number]))
+            continue
+        for movers, group in groups:
+            if movers and movers[0].moves_with(mover):
+                movers.append(mover)
                 group.append(number)
                 break
         else:
-            groups.append([number])
+            groups.append(([mover], [number]))
     return groups
 
 
-def _movers(tables: Sequence[HostTable], group: Sequence[int]) -> list[KernelMover]:
-    return [mover for number in group if isinstance(mover := tables[number]._mover, KernelMover)]
-
-
-def _locked(tables: Sequence[HostTable]) -> ExitStack:
+class _Locked:
     """All of their locks; in one order in every thread, so that two of them cannot wait for each other."""
-    stack = ExitStack()
-    for table in sorted(tables, key=id) if len(tables) > 1 else tables:
-        stack.enter_context(table._lock)
-    return stack
+
+    __slots__ = ("_held", "_locks")
+
+    def __init__(self, tables: Sequence[HostTable]) -> None:
+        self._locks = [table._lock for table in (sorted(tables, key=id) if len(tables) > 1 else tables)]
+        self._held: list[Any] = []
+
+    def __enter__(self) -> None:
+        try:
+            for lock in self._locks:
+                lock.acquire()
+                self._held.append(lock)
+        except BaseException:  # Ctrl-C
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for lock in reversed(self._held):
+            lock.release()
