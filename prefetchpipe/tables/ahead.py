@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_PATCHES", "RowsAhead", "take_all"]
 
+# ruff: noqa: SLF001 - several of them are taken together
+
 MOST_PATCHES = 8
 """Steps whose new values wait for rows ahead: each keeps rows of its batch on the device, and is a launch more then."""
 
@@ -72,14 +74,14 @@ class RowsAhead:
         """The rows, [ids, dim], ordered on the current stream. Once."""
         return take_all([self])[0]
 
-    def _take(self) -> tuple[torch.Tensor, list[tuple[Index, torch.Tensor]]]:
-        """The rows as they are now, and what they miss."""
+    def _take(self, stream: Stream, waited: Event) -> tuple[torch.Tensor, list[tuple[Index, torch.Tensor]]]:
+        """The rows as they are now, and what they miss; ``stream`` waits for ``waited`` already."""
         rows, self._rows = self._rows, None
         patches, self._patches = self._patches, []
         device = self._device
-        stream = device.current_stream()
         # Contract 3: they were gathered on the copy stream, behind their ids, which may be of another stream than this.
-        device.wait(stream, self._ready)
+        if self._ready is not waited:
+            device.wait(stream, self._ready)
         if rows is None or (patches and self._maker != stream):  # contract 3: new values of another stream
             return self._table.gather_rows(self._index), []
         device.record_use(rows, stream)  # contract 4: they were allocated there too
@@ -88,7 +90,11 @@ class RowsAhead:
 
 def take_all(aheads: Sequence[RowsAhead]) -> list[torch.Tensor]:
     """:meth:`RowsAhead.take` of several tables; what they miss in common is brought in together."""
-    taken = [(ahead._index, ahead._device, *ahead._take()) for ahead in aheads]  # noqa: SLF001 - of this file
+    taken: list[tuple[Index, Device, torch.Tensor, list[tuple[Index, torch.Tensor]]]] = []
+    stream, waited = aheads[0]._device.current_stream(), None
+    for ahead in aheads:
+        taken.append((ahead._index, ahead._device, *ahead._take(stream, waited)))
+        waited = ahead._ready
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, (index, _, _, patches) in enumerate(taken):
         groups.setdefault((id(index), *(id(new_index) for new_index, _ in patches)), []).append(number)

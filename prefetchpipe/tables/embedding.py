@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from prefetchpipe.device.base import Device, Stream
-from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
+from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead, take_all
 from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.index import read_index
 from prefetchpipe.tables.initial import Init
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ActiveRows", "HostEmbedding"]
 
+Rows = dict[str, torch.Tensor]
+States = dict[HostTable, tuple[torch.Tensor, int]]
+
 
 @dataclass(slots=True)
 class ActiveRows:
@@ -35,13 +38,23 @@ class ActiveRows:
         distinct: Which rows.
         rows: A dense leaf, [ids, dim] on the device; its ``grad`` has the sum over repeated ids.
         version: The table's when they were gathered.
-        states: Rows of the optimizer's tables that were gathered ahead, by table.
+        states: Rows of the optimizer's tables that were gathered ahead and came with them, by table, and its version.
     """
 
     distinct: Distinct
     rows: torch.Tensor
     version: int
-    states: dict[HostTable, RowsAhead] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
+
+    def take_states(self, tables: Mapping[str, HostTable]) -> Rows:
+        """What is there of ``tables``, as they are now. Once: the step changes it in place."""
+        states = {
+            name: self.states[table][0]
+            for name, table in tables.items()
+            if table in self.states and self.states[table][1] == table.version
+        }
+        self.states.clear()
+        return states
 
 
 @dataclass(slots=True)
@@ -132,6 +145,8 @@ class HostEmbedding(nn.Module):
         """
         table = self.table
         device = table.where
+        is_trained = torch.is_grad_enabled()
+        states: States = {}
         with torch.no_grad(), device.beside_captures():
             prepared = self._take_prepared(ids)
             if prepared is None:
@@ -139,15 +154,16 @@ class HostEmbedding(nn.Module):
                 rows = table.gather_rows(distinct.index)
             else:
                 distinct = prepared.distinct
-                rows = prepared.rows.take()
+                ahead = prepared.states if is_trained else {}
+                rows, *more = take_all([prepared.rows, *ahead.values()])
+                states = {one: (its, one.version) for one, its in zip(ahead, more, strict=True)}
                 stream = device.current_stream()
-                for tensor in distinct.device_tensors():
-                    if stream != prepared.stream:
+                if stream != prepared.stream:
+                    for tensor in distinct.device_tensors():
                         device.record_use(tensor, stream)  # contract 4: made on the stream that was current then
         device.before_kernels()
-        if torch.is_grad_enabled():
+        if is_trained:
             rows.requires_grad_()
-            states = {} if prepared is None else prepared.states
             rows.register_post_accumulate_grad_hook(_remember(weakref.ref(self), distinct, table.version, states))
         return look_up(rows, distinct, _shape_of(ids), device)
 
@@ -227,7 +243,8 @@ class HostEmbedding(nn.Module):
 
     def take_active(self) -> list[ActiveRows]:
         """The rows that have got gradients since the last call, in the order of their forward passes' backward."""
-        active, self._active = list(self._active.values()), {}
+        active = list(self._active.values())
+        self._active.clear()
         return active
 
     # nn.Module
@@ -275,7 +292,7 @@ class HostEmbedding(nn.Module):
 
 
 def _remember(
-    module: weakref.ref[HostEmbedding], distinct: Distinct, version: int, states: dict[HostTable, RowsAhead]
+    module: weakref.ref[HostEmbedding], distinct: Distinct, version: int, states: States
 ) -> Callable[[torch.Tensor], None]:
     """Runs when the leaf has its gradient. Until then only the graph holds the leaf: a forward alone leaves nothing."""
 

@@ -61,10 +61,10 @@ def read_index(index: Any, rows: int, device: Device) -> Index:
     if device.is_resident(tensor):
         if tensor.dtype is not torch.int64:
             device.before_kernels()
-        return Index(tensor.detach().to(torch.int64).contiguous().view(-1), shape, resident=True)
+        return Index(tensor.to(torch.int64).contiguous().view(-1), shape, resident=True)
     if tensor.device.type != "cpu":
         raise ValueError(f"index is on {tensor.device}; allowed: host memory or {device!r}")
-    ids = tensor.detach().to(torch.int64).contiguous().view(-1)
+    ids = tensor.to(torch.int64).contiguous().view(-1)
     check_range(ids, rows, shape)
     return Index(ids, shape, resident=False)
 
@@ -75,11 +75,12 @@ def check_range(ids: torch.Tensor, rows: int, shape: tuple[int, ...]) -> None:
         return
     if ids.numel() <= FEW_IDS:
         array = ids.numpy()
-        low, high = array.min(), array.max()
+        if int(array.view(np.uint64).max()) < rows:  # a negative one is very large then
+            return
     else:
         low, high = torch.aminmax(ids)
-    if int(low) >= 0 and int(high) < rows:
-        return
+        if int(low) >= 0 and int(high) < rows:
+            return
     position = int(((ids < 0) | (ids >= rows)).nonzero()[0])
     raise out_of_range(int(ids[position]), position, rows, shape)
 

@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 
 from prefetchpipe.errors import PrefetchWarning
-from prefetchpipe.tables.ahead import take_all
 from prefetchpipe.tables.embedding import ActiveRows, HostEmbedding
 from prefetchpipe.tables.index import Index, read_index
 from prefetchpipe.tables.known import KnownStates
 from prefetchpipe.tables.lookup import sum_by_row
-from prefetchpipe.tables.rules import NOT_ROW_WISE, Rule, rule_for
+from prefetchpipe.tables.rules import NOT_ROW_WISE, READ, Rule, rule_for
 from prefetchpipe.tables.table import HostTable
 from prefetchpipe.tables.together import gather_rows, write_back
 from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
+from prefetchpipe.tables.watched import is_watched
 
 __all__ = ["RowOptimizer", "StepCount"]
 
@@ -105,6 +105,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__([placeholder], self._inner.defaults)
         self.param_groups = self._inner.param_groups  # learning rate schedules set them here
         self._states: dict[str, HostTable] = {}
+        self._followed: list[Any] = []
         self._columns = _Columns(weakref.WeakMethod(self._add_found))  # no cycle: `del` gives the memory back
         self._found: KnownStates | None = None
         self._update = self._choose(step_count)
@@ -158,9 +159,14 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _follow_options(self) -> None:
         """A schedule may have switched on what wants one more state: ``OneCycleLR`` and momentum."""
-        rule = None if self._rule is None else rule_for(type(self._inner), self.param_groups[0])
+        group = self.param_groups[0]
+        read = [group.get(name) for name in READ]
+        if self._rule is None or read == self._followed:
+            return
+        rule = rule_for(type(self._inner), group)
         if rule is not None:
             self._add_states(rule)
+        self._followed = read
 
     def _add_found(self, name: str, dtype: torch.dtype, *, is_number: bool) -> None:
         """A table for state that the class turned out to have."""
@@ -200,7 +206,6 @@ class RowOptimizer(torch.optim.Optimizer):
 
     # Steps
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the rows that have got gradients since the last step, and write them and their state back.
 
@@ -217,6 +222,14 @@ class RowOptimizer(torch.optim.Optimizer):
             RuntimeError: The optimizer is that of a table, or a newer one took its place.
             TypeError: The optimizer class turns out not to be row-wise; nothing has been written then.
         """
+        if is_watched(self):
+            return _framed_step(self) if closure is None else _framed_step(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined] # torch's frame is ours to put around it
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -289,13 +302,8 @@ class RowOptimizer(torch.optim.Optimizer):
             return
         self._follow_options()
         moving = self._moving()
-        aheads = {
-            name: active.states.pop(table)
-            for name, table in moving.items()
-            if active is not None and table in active.states
-        }
-        missing = {name: table for name, table in moving.items() if name not in aheads}
-        found = dict(zip(aheads, take_all(list(aheads.values())), strict=True))
+        found = {} if active is None else active.take_states(moving)
+        missing = {name: table for name, table in moving.items() if name not in found}
         if missing:
             found.update(zip(missing, gather_rows(list(missing.values()), index), strict=True))
         states = {name: found[name] for name in moving}
@@ -380,6 +388,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"RowOptimizer({type(self._inner).__name__}, {self._table!r}, state {sorted(self.tables)})"
+
+
+_framed_step = torch.optim.Optimizer.profile_hook_step(RowOptimizer._step)  # noqa: SLF001 - of this file
 
 
 class _Columns:

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["NOT_ROW_WISE", "Rule", "rule_for"]
+__all__ = ["NOT_ROW_WISE", "READ", "Rule", "rule_for"]
 
 NOT_ROW_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Classes of torch whose update of a row depends on other rows, or that want sparse gradients."""
+
+READ = ("amsgrad", "centered", "dampening", "initial_accumulator_value", "lr_decay", "momentum")
+"""Hyperparameters that a rule depends on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from prefetchpipe.tables.index import PAD, Index
+from prefetchpipe.tables.watched import step
 
 __all__ = ["AtOnce", "ByCount", "Columns", "Shared", "Update", "run"]
 
@@ -46,7 +47,7 @@ def run(inner: torch.optim.Optimizer, params: list[torch.Tensor], states: list[d
         for param, state in zip(params, states, strict=True):
             if state:
                 inner.state[param] = state
-        inner.step()
+        step(inner)
         return [dict(inner.state[param]) for param in params]
     finally:
         group["params"] = before
@@ -59,14 +60,14 @@ def _leaf(rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
-def _begin(inner: torch.optim.Optimizer, states: Rows, step: torch.Tensor, names: tuple[str, ...]) -> None:
-    """Where ``step`` is 0, what is named starts with the learning rate of now, as in a new parameter."""
+def _begin(inner: torch.optim.Optimizer, states: Rows, steps: torch.Tensor, names: tuple[str, ...]) -> None:
+    """Where ``steps`` is 0, what is named starts with the learning rate of now, as in a new parameter."""
     rate = inner.param_groups[0]["lr"]
     for name in names:
         state = states[name]
         if isinstance(rate, torch.Tensor):
             rate = rate.to(state.device, state.dtype)
-        state.copy_(torch.where(step == 0, rate, state))
+        state.copy_(torch.where(steps == 0, rate, state))
 
 
 class AtOnce:

@@ -808,8 +808,8 @@ MUTANTS = (
     Mutant(
         "rows ahead that are gathered again do not wait for their ids",
         AHEAD,
-        "device.wait(stream, self._ready)\n",
-        "if rows is not None:\n            device.wait(stream, self._ready)\n",
+        "if self._ready is not waited:\n",
+        "if rows is not None:\n",
         3,
         _tables("test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids"),
     ),

@@ -1,0 +1,38 @@
+"""Steps of optimizers without the frame that torch puts around each of them, while nobody looks into it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+except ImportError:  # private names of torch's
+    _everybody: tuple[Any, ...] | None = None
+else:
+    _everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+
+__all__ = ["is_watched", "step"]
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook or a profiler wants to know of a step of ``optimizer``."""
+    if _everybody is None or _everybody[0] or _everybody[1]:
+        return True
+    own = vars(optimizer)
+    return bool(
+        own.get("_optimizer_step_pre_hooks", True)
+        or own.get("_optimizer_step_post_hooks", True)
+        or torch._C._autograd._profiler_enabled()  # noqa: SLF001
+    )
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``."""
+    framed = type(optimizer).step
+    plain = getattr(framed, "__wrapped__", None)
+    if plain is None or not getattr(framed, "hooked", False) or "step" in vars(optimizer) or is_watched(optimizer):
+        optimizer.step()
+    else:
+        plain(optimizer)
