@@ -13,6 +13,7 @@ from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.index import FEW_IDS, Index, check_range, out_of_range
 from prefetchpipe.tables.kernels import RowKernels
 from prefetchpipe.tables.memory import HostRows, Staging
+from prefetchpipe.tables.source import NO_KEY
 from prefetchpipe.tables.ways import Ways
 
 __all__ = ["KernelMover"]
@@ -50,28 +51,36 @@ class KernelMover:
         """To the device, by a copy on the current stream."""
         if index.resident:
             return index
-        nbytes = len(index) * 8
-        ids = self._device.empty(torch.Size((len(index),)), (1,), torch.int64)
+        return Index(self._copied(index, torch.int64), index.shape, resident=True, is_distinct=index.is_distinct)
+
+    def _copied(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """The ids of an index in host memory, on the device by a copy on the current stream."""
+        nbytes = len(index) * dtype.itemsize
+        ids = self._device.empty(torch.Size((len(index),)), (1,), dtype)
         if nbytes:
             self._ids.reverse()
             staging = self._ids[0]
             buffer = staging.acquire(nbytes)
-            target = buffer.view(torch.int64)
+            target = buffer.view(dtype)
             if len(index) <= FEW_IDS:
-                np.copyto(target.numpy(), index.ids.numpy())
+                np.copyto(target.numpy(), index.ids.numpy(), casting="same_kind")
             else:
                 target.copy_(index.ids)
             stream = self._device.current_stream()
             self._device.copy(ids, buffer, stream)
             staging.leave(stream)
-        return Index(ids, index.shape, resident=True, is_distinct=index.is_distinct)
+        return ids
 
     def distinct(self, index: Index) -> Distinct:
         """On the device: the host would have to wait for their number, so there is room for the most there can be."""
-        if not len(index):
-            return Distinct(Index(index.ids, (0,), resident=True, is_distinct=True), index.ids)
         fault, rows = self._fault_of(index), self._count
-        return self._kernels.distinct(index.ids, rows, fault=fault, device=self._device)
+        if not len(index):
+            ids = self.place(index).ids
+            return Distinct(Index(ids, (0,), resident=True, is_distinct=True), ids)
+        # In host memory they have been checked, so they are the keys that sort them.
+        is_key = not index.resident and rows <= NO_KEY
+        ids = self._copied(index, torch.int32) if is_key else self.place(index).ids
+        return self._kernels.distinct(ids, rows, fault=fault, device=self._device)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """See the protocol."""

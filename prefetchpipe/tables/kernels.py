@@ -129,13 +129,13 @@ class RowKernels:
         """What sorts ``ids`` of a table of so many rows: half as wide where that is enough, which halves the sort.
 
         Args:
-            ids: Rows.
+            ids: Rows; int32: keys already.
             rows: Of the table.
             fault: Where a bad id is told; None: it is found later.
             device: Of the kernels.
             stream: Where it runs.
         """
-        if rows > NO_KEY:
+        if rows > NO_KEY or ids.dtype is torch.int32:
             return ids
         count = ids.numel()
         keys = device.empty(torch.Size((count,)), (1,), torch.int32)
@@ -160,10 +160,15 @@ class RowKernels:
         return Distinct(index, inverse, Places(order, places, starts))
 
     def total(self, values: torch.Tensor, places: Places, *, device: Device) -> torch.Tensor:
-        """The sum of ``values`` [ids, dim] for each distinct id, in the order of the batch; zeros behind the last."""
-        count, width = values.shape
+        """The sum of ``values`` [..., dim] for each distinct id, in the order of the batch; zeros behind the last.
+
+        Returns:
+            [ids, dim].
+        """
+        width = values.shape[-1]
+        count = places.order.numel()
         name, stream = _TOTALLED[values.dtype], device.current_stream()
-        out = device.empty(values.shape, (width, 1), values.dtype)
+        out = device.empty(torch.Size((count, width)), (width, 1), values.dtype)
         parts = device.empty(torch.Size((2 * -(-count // PART), width)), (width, 1), values.dtype)
         given = (places.order, places.places, places.starts, count, width)
         self._launch_here(f"parts_{name}", count * width, (values, *given, parts, out), stream)

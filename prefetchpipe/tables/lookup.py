@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from prefetchpipe.device.base import Device
-from prefetchpipe.tables.distinct import Distinct, Places
+from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.kernels import RowKernels
 
 __all__ = ["look_up", "sum_by_row"]
@@ -53,22 +53,20 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, inverse: torch.Tensor, distinct: Distinct, device: Device) -> Any:
-        places = distinct.places
-        assert places is not None
-        ctx.save_for_backward(inverse, places.order, places.places, places.starts)
+        ctx.save_for_backward(inverse)
+        ctx.places = distinct.places
         ctx.device = device
         return F.embedding(inverse, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        inverse, *places = ctx.saved_tensors
+        (inverse,) = ctx.saved_tensors
         device = ctx.device
-        count, dim = inverse.numel(), grad.shape[-1]
         if torch.is_grad_enabled():  # create_graph=True: this one has a derivative of its own
-            return _torch_sum(grad, inverse, count), None, None, None
+            return _torch_sum(grad, inverse, inverse.numel()), None, None, None
         kernels = RowKernels.of(device)
         assert kernels is not None
         device.before_kernels()
-        total = kernels.total(grad.reshape(count, dim).contiguous(), Places(*places), device=device)
+        total = kernels.total(grad.contiguous(), ctx.places, device=device)
         device.before_kernels()  # what autograd does with it next are torch's own kernels
         return total, None, None, None

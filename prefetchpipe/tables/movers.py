@@ -35,7 +35,7 @@ class Mover(Protocol):
         """``index`` where this mover wants it."""
 
     def distinct(self, index: Index) -> Distinct:
-        """The distinct ids of an index where this mover wants it."""
+        """The distinct ids of an index, where this mover wants them."""
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """Rows into ``out``, [ids, width] on the device."""
@@ -159,7 +159,7 @@ class StagedMover:
 
     def distinct(self, index: Index) -> Distinct:
         """See the protocol."""
-        return distinct_on_host(index)
+        return distinct_on_host(self.place(index))
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """See the protocol."""

@@ -260,7 +260,7 @@ class HostTable:
     def distinct(self, index: Index) -> Distinct:
         """The distinct ids of a checked index, where this table uses them."""
         with self._lock:
-            return self._mover.distinct(self._mover.place(index))
+            return self._mover.distinct(index)
 
     def _invalidate(self) -> None:
         self.version += 1

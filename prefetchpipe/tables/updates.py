@@ -82,6 +82,7 @@ class AtOnce:
 
     def __init__(self, *, scalar_step: bool, from_lr: tuple[str, ...] = ()) -> None:
         self._scalar_step = scalar_step
+        self._no_step = torch.zeros((), dtype=torch.float32, device="cpu")
         self._from_lr = from_lr
 
     def __call__(
@@ -93,7 +94,7 @@ class AtOnce:
             _begin(inner, states, states["step"], self._from_lr)
         given: dict[str, Any] = dict(states)
         if self._scalar_step:
-            given["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            given["step"] = self._no_step.zero_()
             states["step"] += 1
         (after,) = run(inner, [_leaf(rows, grad)], [given])
         for name, state in states.items():

@@ -784,8 +784,8 @@ MUTANTS = (
     Mutant(
         "rows are written back before the step has made them",
         TOGETHER,
-        "device.wait(device.copy_stream, first._handover)\n            for group",
-        "for group",
+        "device.wait(device.copy_stream, first._handover)\n            for movers",
+        "for movers",
         3,
         _tables("test_c3_rows_are_written_back_after_the_step_that_makes_them"),
     ),
