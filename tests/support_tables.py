@@ -122,6 +122,7 @@ def _place(keys: Any, order: Any, places: Any, count: int, ids: Any, inverse: An
 
 def _parts(values: Any, order: Any, places: Any, starts: Any, count: int, width: int, parts: Any, out: Any) -> None:
     out.zero_()
+    values = values.view(-1, width)
     for at in range(count):
         out[int(places[at]) - 1] += values[int(order[at])]
 
