@@ -80,8 +80,8 @@ def _scatter(ids: Any, order: Any, count: int, limit: int, fault: torch.Tensor, 
                 table[row] = values[position]
 
 
-def _patch(ids: Any, count: int, other_ids: Any, other_count: int, tables: int, *given: Any) -> None:
-    at = {row: place for place, row in enumerate(other_ids.tolist()) if row != PAD}
+def _patch(ids: Any, count: int, keys: Any, other_count: int, tables: int, *given: Any) -> None:
+    at = {row: place for place, row in reversed(list(enumerate(keys.tolist()))) if row != PAD}
     for rows, others in _pairs(tables, given):
         for place, row in enumerate(ids.tolist()):
             if row in at:
@@ -105,26 +105,22 @@ def _narrow(ids: Any, keys: Any, count: int, limit: int, fault: Any) -> None:
             _report(fault, row, position)
 
 
-def _begins(keys: Any, begins: Any, count: int) -> None:
-    begins[:] = torch.tensor([at == 0 or bool(keys[at] != keys[at - 1]) for at in range(count)])
-
-
-def _place(keys: Any, order: Any, places: Any, count: int, ids: Any, inverse: Any, starts: Any) -> None:
+def _place(keys: Any, order: Any, count: int, ids: Any, inverse: Any, spans: Any) -> None:
     ids.fill_(PAD)
-    starts.fill_(count)
-    for at in reversed(range(count)):
-        place = int(places[at]) - 1
-        inverse[order[at]] = place
-        starts[place] = at
-        if int(keys[at]) != NO_KEY:
-            ids[place] = int(keys[at])
+    known = keys.tolist()
+    for at, key in enumerate(known):
+        start = known.index(key)
+        inverse[order[at]] = start
+        spans[at] = start | start + known.count(key) << 32
+        if at == start and key != NO_KEY:
+            ids[at] = key
 
 
-def _parts(values: Any, order: Any, places: Any, starts: Any, count: int, width: int, parts: Any, out: Any) -> None:
+def _parts(values: Any, order: Any, spans: Any, count: int, width: int, parts: Any, out: Any) -> None:
     out.zero_()
     values = values.view(-1, width)
     for at in range(count):
-        out[int(places[at]) - 1] += values[int(order[at])]
+        out[int(spans[at]) & 0xFFFFFFFF] += values[int(order[at])]
 
 
 TWINS: dict[str, Any] = {
@@ -133,7 +129,6 @@ TWINS: dict[str, Any] = {
     "patch": _patch,
     "add": _add,
     "narrow": _narrow,
-    "begins": _begins,
     "place": _place,
     "parts": _parts,
     "totals": lambda *args: None,

@@ -109,12 +109,12 @@ def take_all(aheads: Sequence[RowsAhead]) -> list[torch.Tensor]:
 def _replace(
     rows: Sequence[torch.Tensor], index: Index, news: Sequence[torch.Tensor], new_index: Index, device: Device
 ) -> None:
-    """Each of ``rows`` with the values of its new ones where the ids are the same; both ascend, so no host looks."""
+    """Each of ``rows`` with the values of its new ones where the ids are the same; they ascend, so no host looks."""
     if not len(index) or not len(new_index):
         return
     kernels = RowKernels.of(device) if index.resident and new_index.resident else None
     if kernels is not None:
-        kernels.patch(rows, index.ids, news, new_index.ids, stream=device.current_stream())
+        kernels.patch(rows, index.ids, news, new_index.ascending, stream=device.current_stream())
         return
     device.before_kernels()
     at = torch.searchsorted(new_index.ids, index.ids).clamp_(max=len(new_index) - 1)

@@ -17,13 +17,11 @@ class Places:
 
     Attributes:
         order: The positions, in the order of their ids; those of one id in the order of the batch. int64.
-        places: For each of them the place of its id among the distinct ones, counted from 1. int32.
-        starts: For each distinct id where its positions start; behind the last one the number of ids. int64.
+        spans: For each of them where the positions of its id start, and, times 2**32, where they end. int64.
     """
 
     order: torch.Tensor
-    places: torch.Tensor
-    starts: torch.Tensor
+    spans: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,8 @@ class Distinct:
     """What a batch asks for.
 
     Attributes:
-        index: The distinct ids, ascending. On the device as many as the batch has, with PAD behind the last.
+        index: The distinct ids, ascending. On the device as many as the batch has: each stands where its positions
+            start in the order of ids, and PAD in the other places.
         inverse: For each position of the batch, its place among them.
         places: The other way round, where kernels use it.
     """
@@ -45,7 +44,7 @@ class Distinct:
         if not self.index.resident:
             return ()
         places = self.places
-        more = () if places is None else (places.order, places.places, places.starts)
+        more = () if places is None else (places.order, places.spans)
         return (self.index.ids, self.inverse, *more)
 
 

@@ -14,7 +14,7 @@ from prefetchpipe.device.base import Device
 __all__ = ["FEW_IDS", "PAD", "Index", "check_range", "out_of_range", "read_index"]
 
 PAD = (1 << 63) - 1
-"""Stands behind the distinct ids where their number is known to the device only: no row at all."""
+"""Stands between the distinct ids where their number is known to the device only: no row at all."""
 
 FEW_IDS = 1 << 17
 """Up to here NumPy looks at ids, in this thread: torch wakes others from 32,768 on, for some 10 us of work, and on a
@@ -32,12 +32,19 @@ class Index:
         shape: As the caller gave them.
         resident: They are on the table's device. Otherwise they are in host memory, and their range has been checked.
         is_distinct: They are the distinct ids of some other index, so their positions say nothing to its user.
+        keys: What ascends, where distinct ids have PAD between them: each stands where its first key does.
     """
 
     ids: torch.Tensor
     shape: tuple[int, ...]
     resident: bool
     is_distinct: bool = False
+    keys: torch.Tensor | None = None
+
+    @property
+    def ascending(self) -> torch.Tensor:
+        """The keys; of ids that ascend, themselves."""
+        return self.ids if self.keys is None else self.keys
 
     def __len__(self) -> int:
         return self.ids.numel()

@@ -115,13 +115,12 @@ class RowKernels:
 
     # On the device
 
-    def patch(
-        self, rows: Tensors, ids: torch.Tensor, others: Tensors, other_ids: torch.Tensor, *, stream: Stream
-    ) -> None:
-        """``rows[i] = others[j]`` where ``ids[i] == other_ids[j]``, which both ascend."""
+    def patch(self, rows: Tensors, ids: torch.Tensor, others: Tensors, keys: torch.Tensor, *, stream: Stream) -> None:
+        """``rows[i] = others[j]`` where ``ids[i]`` is the first time in ``keys[j]``, which ascend."""
         count = ids.numel()
-        given = (ids, count, other_ids, other_ids.numel())
-        self._move("patch", given, rows, others, count, stream, blocks=_BLOCKS_ON_DEVICE)
+        given = (ids, count, keys, keys.numel())
+        name = f"patch_{keys.dtype.itemsize}"
+        self._move(name, given, rows, others, count, stream, blocks=_BLOCKS_ON_DEVICE)
 
     def keys(
         self, ids: torch.Tensor, rows: int, *, fault: torch.Tensor | None, device: Device, stream: Stream
@@ -149,18 +148,14 @@ class RowKernels:
         keys = self.keys(ids, rows, fault=fault, device=device, stream=stream)
         device.before_kernels()
         ordered, order = torch.sort(keys, stable=True)  # stable: gradients are summed in the order of the batch
-        width = ordered.dtype.itemsize
-        begins = device.empty(size, (1,), torch.int32)
-        self._launch_here(f"begins_{width}", count, (ordered, begins, count), stream)
-        device.before_kernels()
-        places = torch.cumsum(begins, 0, dtype=torch.int32)
-        found, inverse, starts = (device.empty(size, (1,), torch.int64) for _ in range(3))
-        self._launch_here(f"place_{width}", count, (ordered, order, places, count, found, inverse, starts), stream)
-        index = Index(found, (count,), resident=True, is_distinct=True)
-        return Distinct(index, inverse, Places(order, places, starts))
+        found, inverse, spans = (device.empty(size, (1,), torch.int64) for _ in range(3))
+        name = f"place_{ordered.dtype.itemsize}"
+        self._launch_here(name, count, (ordered, order, count, found, inverse, spans), stream)
+        index = Index(found, (count,), resident=True, is_distinct=True, keys=ordered)
+        return Distinct(index, inverse, Places(order, spans))
 
     def total(self, values: torch.Tensor, places: Places, *, device: Device) -> torch.Tensor:
-        """The sum of ``values`` [..., dim] for each distinct id, in the order of the batch; zeros behind the last.
+        """The sum of ``values`` [..., dim] for each distinct id, in the order of the batch; zeros for PAD.
 
         Returns:
             [ids, dim].
@@ -170,9 +165,9 @@ class RowKernels:
         name, stream = _TOTALLED[values.dtype], device.current_stream()
         out = device.empty(torch.Size((count, width)), (width, 1), values.dtype)
         parts = device.empty(torch.Size((2 * -(-count // PART), width)), (width, 1), values.dtype)
-        given = (places.order, places.places, places.starts, count, width)
-        self._launch_here(f"parts_{name}", count * width, (values, *given, parts, out), stream)
-        self._launch_here(f"totals_{name}", count * width, (parts, *given[1:], out), stream)
+        given = (places.spans, count, width)
+        self._launch_here(f"parts_{name}", count * width, (values, places.order, *given, parts, out), stream)
+        self._launch_here(f"totals_{name}", count * width, (parts, *given, out), stream)
         return out
 
     @staticmethod

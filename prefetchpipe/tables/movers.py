@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NoReturn, Protocol
 
-import numpy as np
 import torch
 
 from prefetchpipe.device.base import Device
@@ -137,10 +136,7 @@ class StagedMover:
         self._half: tuple[Index, torch.Tensor, bool, bool] | None = None
 
     def place(self, index: Index) -> Index:
-        """To the host: waits for what is queued on the current stream, and checks the range there.
-
-        Distinct ids come without what pads them, so there may be fewer ids than rows in a gather or scatter.
-        """
+        """To the host: waits for what is queued on the current stream, and checks the range there."""
         if not index.resident:
             return index
         ids = index.ids
@@ -151,10 +147,8 @@ class StagedMover:
             event = self._device.new_event()
             self._device.record(event, stream)
             self._device.synchronize(event)  # contract 3: the ids are read by the host next
-        if index.is_distinct:
-            # Found by the kernels of another table: the host sees now how many there are, and PAD behind them goes.
-            host = host[: int(np.count_nonzero(host.numpy() != PAD))]
-        check_range(host, len(self._rows.tensor), index.shape)
+        # Distinct ids that the kernels of another table have found have PAD between them.
+        check_range(host[host != PAD] if index.is_distinct else host, len(self._rows.tensor), index.shape)
         return Index(host, index.shape, resident=False, is_distinct=index.is_distinct)
 
     def distinct(self, index: Index) -> Distinct:
@@ -171,8 +165,12 @@ class StagedMover:
         staging = self._out[0]
         buffer = staging.acquire(nbytes)
         rows = buffer.view(out.dtype).view(out.shape)
-        torch.index_select(self._rows.tensor, 0, index.ids, out=rows[: len(index)])
-        rows[len(index) :].zero_()  # as kernels do for PAD
+        if index.is_distinct:
+            is_pad = index.ids == PAD
+            torch.index_select(self._rows.tensor, 0, index.ids.masked_fill(is_pad, 0), out=rows)
+            rows[is_pad] = 0  # as kernels do
+        else:
+            torch.index_select(self._rows.tensor, 0, index.ids, out=rows)
         stream = self._device.current_stream()
         self._device.copy(out, buffer, stream)
         staging.leave(stream)
@@ -187,7 +185,6 @@ class StagedMover:
 
     def _bring(self, index: Index, values: torch.Tensor, *, unique: bool, adding: bool) -> None:
         self.settle()  # the buffer still holds the scatter before this one
-        values = values[: len(index)]  # what stands behind is for PAD
         nbytes = values.numel() * values.dtype.itemsize
         if not nbytes:
             return
@@ -195,7 +192,7 @@ class StagedMover:
         stream = self._device.current_stream()
         self._device.copy_to_host(buffer, values, stream)
         # Contract 5: the ids may be the caller's own memory, and are read when the host writes.
-        held = Index(index.ids.clone(), index.shape, resident=False)
+        held = Index(index.ids.clone(), index.shape, resident=False, is_distinct=index.is_distinct)
         self._half = (held, buffer.view(values.dtype).view(values.shape), unique, adding)
         self._back.leave(stream)
 
@@ -208,8 +205,13 @@ class StagedMover:
         index, values, unique, adding = half
         if adding:
             self._rows.tensor.index_add_(0, index.ids, values)
-        else:
-            write_rows(self._rows.tensor, index.ids, values, unique=unique)
+            return
+        ids = index.ids
+        if index.is_distinct:
+            is_id = ids != PAD
+            if not bool(is_id.all()):
+                ids, values = ids[is_id], values[is_id]
+        write_rows(self._rows.tensor, ids, values, unique=unique)
 
     def poll(self) -> None:
         """Ids are checked by the host."""

@@ -127,24 +127,27 @@ extern "C" __global__ void scatter(
     EACH_TABLE(SCATTER)
 }
 
-// Rows on the device take the values of those others that have the same id; both ids ascend.
-template <class T> __device__ void patch_rows(T* rows, const T* others, i64 width,
-    const i64* ids, i64 count, const i64* other_ids, i64 other_count) {
+// Rows on the device take the values of those others that have the same id: the first of its keys, which ascend.
+template <class T, class K> __device__ void patch_rows(T* rows, const T* others, i64 width,
+    const i64* ids, i64 count, const K* keys, i64 other_count) {
     i64 total = count * width, step = STEP;
     for (i64 i = FIRST; i < total; i += step) {
         i64 at = row_of(i, width), id = ids[at], low = 0, high = other_count;
         if (id == PAD) continue;
         while (low < high) {
             i64 middle = (low + high) / 2;
-            if (other_ids[middle] < id) low = middle + 1; else high = middle;
+            if (keys[middle] < id) low = middle + 1; else high = middle;
         }
-        if (low < other_count && other_ids[low] == id) rows[i] = others[low * width + i - at * width];
+        if (low < other_count && keys[low] == id) rows[i] = others[low * width + i - at * width];
     }
 }
 
-extern "C" __global__ void patch(
-    const i64* ids, i64 count, const i64* other_ids, i64 other_count, TABLES) {
-    #define PATCH(T) patch_rows<T>((T*)table, (const T*)rows, width, ids, count, other_ids, other_count)
+#define PATCH(T) patch_rows<T>((T*)table, (const T*)rows, width, ids, count, keys, other_count)
+"""
+
+_PATCH = """
+extern "C" __global__ void patch_%(bytes)d(
+    const i64* ids, i64 count, const %(type)s* keys, i64 other_count, TABLES) {
     EACH_TABLE(PATCH)
 }
 """
@@ -167,7 +170,7 @@ extern "C" __global__ void add_%(type)s(
 }
 """
 
-# Distinct ids: keys, sorted by torch; where a new one begins; then, with the running sum of that, each id's place.
+# Distinct ids: keys, sorted by torch; then for each the span of those that are equal. The first one stands for its id.
 _NARROW = """
 extern "C" __global__ void narrow(const i64* ids, int* keys, i64 count, i64 limit, i64* fault) {
     i64 step = STEP;
@@ -181,58 +184,56 @@ extern "C" __global__ void narrow(const i64* ids, int* keys, i64 count, i64 limi
 """
 
 _DISTINCT = """
-extern "C" __global__ void begins_%(bytes)d(const %(type)s* keys, int* begins, i64 count) {
-    i64 step = STEP;
-    for (i64 i = FIRST; i < count; i += step) begins[i] = i == 0 || keys[i] != keys[i - 1];
-}
-
 extern "C" __global__ void place_%(bytes)d(
-    const %(type)s* keys, const i64* order, const int* places, i64 count, i64* ids, i64* inverse, i64* starts) {
-    i64 step = STEP, found = places[count - 1];
+    const %(type)s* keys, const i64* order, i64 count, i64* ids, i64* inverse, i64* spans) {
+    i64 step = STEP;
     for (i64 i = FIRST; i < count; i += step) {
-        i64 place = places[i] - 1;
-        inverse[order[i]] = place;
-        if (i == 0 || keys[i] != keys[i - 1]) {
-            ids[place] = %(id)s;
-            starts[place] = i;
+        %(type)s key = keys[i];
+        i64 start = i, end = i + 1;
+        for (i64 low = 0; low < start;) {
+            i64 middle = (low + start) / 2;
+            if (keys[middle] < key) low = middle + 1; else start = middle;
         }
-        if (i >= found) {
-            ids[i] = PAD;
-            starts[i] = count;
+        for (i64 high = count; end < high;) {
+            i64 middle = (end + high) / 2;
+            if (key < keys[middle]) high = middle; else end = middle + 1;
         }
+        inverse[order[i]] = start;
+        spans[i] = start | end << 32;
+        ids[i] = i == start ? %(id)s : PAD;
     }
 }
 """
-_ID_OF = {4: "keys[i] == NO_KEY ? PAD : (i64)keys[i]", 8: "keys[i]"}
+_ID_OF = {4: "key == NO_KEY ? PAD : (i64)key", 8: "key"}
 
 # Gradients of all occurrences summed by row. Parts start every PART occurrences of a row; of rows with several parts
 # at most two begin within any PART positions, one that goes on and one that starts, hence two places for each.
 _TOTAL = """
+#define START(span) ((span) & 0xffffffffLL)
+#define END(span) ((span) >> 32)
+
 extern "C" __global__ void parts_%(type)s(
-    const %(type)s* values, const i64* order, const int* places, const i64* starts, i64 count, i64 width,
-    %(type)s* parts, %(type)s* out) {
-    i64 total = count * width, step = STEP, found = places[count - 1];
+    const %(type)s* values, const i64* order, const i64* spans, i64 count, i64 width, %(type)s* parts, %(type)s* out) {
+    i64 total = count * width, step = STEP;
     for (i64 i = FIRST; i < total; i += step) {
-        i64 at = row_of(i, width), column = i - at * width, place = places[at] - 1, start = starts[place];
-        if (at >= found) out[i] = 0;
+        i64 at = row_of(i, width), column = i - at * width, start = START(spans[at]), end = END(spans[at]);
+        if (at != start) out[i] = 0;
         if ((at - start) %% PART) continue;
-        i64 end = place + 1 < count ? starts[place + 1] : count;
         i64 stop = at + PART < end ? at + PART : end;
         %(type)s sum = 0;
         #pragma unroll 4
         for (i64 next = at; next < stop; ++next) sum += values[order[next] * width + column];
-        if (end - start <= PART) out[place * width + column] = sum;
+        if (end - start <= PART) out[i] = sum;
         else parts[(at / PART * 2 + (at == start)) * width + column] = sum;
     }
 }
 
 extern "C" __global__ void totals_%(type)s(
-    const %(type)s* parts, const int* places, const i64* starts, i64 count, i64 width, %(type)s* out) {
-    i64 found = places[count - 1], total = found * width, step = STEP;
+    const %(type)s* parts, const i64* spans, i64 count, i64 width, %(type)s* out) {
+    i64 total = count * width, step = STEP;
     for (i64 i = FIRST; i < total; i += step) {
-        i64 place = row_of(i, width), column = i - place * width, start = starts[place];
-        i64 end = place + 1 < count ? starts[place + 1] : count;
-        if (end - start <= PART) continue;
+        i64 place = row_of(i, width), column = i - place * width, start = START(spans[place]), end = END(spans[place]);
+        if (place != start || end - start <= PART) continue;
         %(type)s sum = 0;
         for (i64 at = start; at < end; at += PART) sum += parts[(at / PART * 2 + (at == start)) * width + column];
         out[i] = sum;
@@ -246,12 +247,13 @@ SOURCE = (
     + _MOVE
     + "".join(_ADD % {"type": name} for name in SUMMED)
     + _NARROW
+    + "".join(_PATCH % {"bytes": size, "type": name} for size, name in _KEYS.items())
     + "".join(_DISTINCT % {"bytes": size, "type": name, "id": _ID_OF[size]} for size, name in _KEYS.items())
     + "".join(_TOTAL % {"type": name} for name in TOTALLED)
 )
 NAMES = (
-    *("gather", "scatter", "patch", "narrow"),
+    *("gather", "scatter", "narrow"),
     *(f"add_{name}" for name in SUMMED),
-    *(f"{what}_{size}" for size in _KEYS for what in ("begins", "place")),
+    *(f"{what}_{size}" for size in _KEYS for what in ("patch", "place")),
     *(f"{what}_{name}" for name in TOTALLED for what in ("parts", "totals")),
 )

@@ -108,7 +108,7 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
         if is_awaited:
             # Contract 4: rows ahead will be patched with them on this stream, which need not be the one that they and
             # their ids were allocated on: that is the copy stream, or the forward pass's.
-            for new in (*rows, index.ids) if index.resident else rows:
+            for new in (*rows, index.ascending) if index.resident else rows:
                 device.record_use(new, stream)
 
 

@@ -159,17 +159,17 @@ class ByCount:
     ) -> Rows:
         """See the protocol."""
         ids = index.ids.cpu()
-        real = int((ids != PAD).sum())  # PAD stands at the end
-        ids = ids[:real]
+        real = (ids != PAD).nonzero().view(-1)
+        ids = ids[real]
         scalars = self._columns.read(ids)
         if self._from_lr:
             _begin(inner, scalars, scalars["step"], self._from_lr)
-        order, starts = _groups(scalars, real)
-        sorted_in = order.to(rows.device)
+        order, starts = _groups(scalars, len(ids))
+        sorted_in = real[order].to(rows.device)
         picked, grads = rows.index_select(0, sorted_in), grad.index_select(0, sorted_in)
         picked_states = {name: state.index_select(0, sorted_in) for name, state in states.items()}
         leaves, given = [], []
-        for start, stop in zip(starts, [*starts[1:], real], strict=True):
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
             leaves.append(_leaf(picked[start:stop], grads[start:stop]))
             first = order[start]
             state: dict[str, Any] = {}
@@ -187,7 +187,7 @@ class ByCount:
         rows.index_copy_(0, sorted_in, picked)
         numbers = _numbers(after, [len(leaf) for leaf in leaves])
         if not self._known:
-            numbers["seen"] = torch.ones(real, dtype=torch.uint8, device="cpu")
+            numbers["seen"] = torch.ones(len(ids), dtype=torch.uint8, device="cpu")
         self._columns.write(ids[order], numbers)
         return made
 

@@ -816,7 +816,7 @@ MUTANTS = (
     Mutant(
         "a scatter that is half-way reads the caller's ids",
         MOVERS,
-        "held = Index(index.ids.clone(), index.shape, resident=False)",
+        "held = Index(index.ids.clone(), index.shape, resident=False, is_distinct=index.is_distinct)",
         "held = index",
         5,
         _tables("test_c5_the_ids_of_a_scatter_may_be_written_to_at_once"),

@@ -759,8 +759,7 @@ def test_a_gradient_has_a_gradient(device: Any, resident: bool) -> None:
         (grad,) = torch.autograd.grad((out * weight).pow(3).sum(), rows, create_graph=True)
         (second,) = torch.autograd.grad(grad.pow(2).sum(), rows)
         results.append(second if isinstance(module, HostEmbedding) else second[[0, 1, 3]])
-    torch.testing.assert_close(results[0][:3], results[1])
-    assert not results[0][3:].any()
+    torch.testing.assert_close(results[0][results[0].any(1)], results[1])  # where kernels find the ids, PAD is between
 
 
 def test_a_graph_that_is_kept_gives_its_gradients_again(device: Any) -> None:
