@@ -14,12 +14,30 @@ from prefetchpipe.tables.kernels import RowKernels
 if TYPE_CHECKING:
     from prefetchpipe.tables.table import HostTable
 
-__all__ = ["MOST_PATCHES", "RowsAhead", "take_all"]
+__all__ = ["MOST_PATCHES", "Ready", "RowsAhead", "take_all"]
 
 # ruff: noqa: SLF001 - several of them are taken together
 
 MOST_PATCHES = 8
 """Steps whose new values wait for rows ahead: each keeps rows of its batch on the device, and is a launch more then."""
+
+
+class Ready:
+    """The event behind a gather; when nobody will wait for it any more it is used again.
+
+    Args:
+        event: Recorded there.
+        idle: Where it goes then.
+    """
+
+    __slots__ = ("_idle", "event")
+
+    def __init__(self, event: Event, idle: list[Event]) -> None:
+        self.event = event
+        self._idle = idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.event)  # whoever waits for it has been told what to wait for
 
 
 class RowsAhead:
@@ -44,7 +62,7 @@ class RowsAhead:
         device: Device,
         index: Index,
         rows: torch.Tensor,
-        ready: Event,
+        ready: Ready,
         *,
         most_patches: int = MOST_PATCHES,
     ) -> None:
@@ -74,14 +92,14 @@ class RowsAhead:
         """The rows, [ids, dim], ordered on the current stream. Once."""
         return take_all([self])[0]
 
-    def _take(self, stream: Stream, waited: Event) -> tuple[torch.Tensor, list[tuple[Index, torch.Tensor]]]:
+    def _take(self, stream: Stream, waited: Ready | None) -> tuple[torch.Tensor, list[tuple[Index, torch.Tensor]]]:
         """The rows as they are now, and what they miss; ``stream`` waits for ``waited`` already."""
         rows, self._rows = self._rows, None
         patches, self._patches = self._patches, []
         device = self._device
         # Contract 3: they were gathered on the copy stream, behind their ids, which may be of another stream than this.
         if self._ready is not waited:
-            device.wait(stream, self._ready)
+            device.wait(stream, self._ready.event)
         if rows is None or (patches and self._maker != stream):  # contract 3: new values of another stream
             return self._table.gather_rows(self._index), []
         device.record_use(rows, stream)  # contract 4: they were allocated there too
@@ -91,7 +109,8 @@ class RowsAhead:
 def take_all(aheads: Sequence[RowsAhead]) -> list[torch.Tensor]:
     """:meth:`RowsAhead.take` of several tables; what they miss in common is brought in together."""
     taken: list[tuple[Index, Device, torch.Tensor, list[tuple[Index, torch.Tensor]]]] = []
-    stream, waited = aheads[0]._device.current_stream(), None
+    stream = aheads[0]._device.current_stream()
+    waited: Ready | None = None
     for ahead in aheads:
         taken.append((ahead._index, ahead._device, *ahead._take(stream, waited)))
         waited = ahead._ready

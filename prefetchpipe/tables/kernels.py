@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -47,10 +48,11 @@ class RowKernels:
     @classmethod
     def of(cls, device: Device) -> RowKernels | None:
         """For ``device``, compiled once; None where there are none."""
-        if device not in _compiled:
+        found: RowKernels | None = _compiled.get(device, _UNKNOWN)
+        if found is _UNKNOWN:
             kernels = device.compile_kernels(SOURCE, NAMES)
-            _compiled[device] = None if kernels is None else cls(dict(kernels))
-        return _compiled[device]
+            found = _compiled[device] = None if kernels is None else cls(dict(kernels))
+        return found
 
     # Rows between the host and the device
 
@@ -212,4 +214,5 @@ class RowKernels:
         self._kernels[name](stream, max(1, min(blocks, -(-pieces // (_THREADS * unroll)))), _THREADS, args)
 
 
+_UNKNOWN: Any = object()
 _compiled: weakref.WeakKeyDictionary[Device, RowKernels | None] = weakref.WeakKeyDictionary()

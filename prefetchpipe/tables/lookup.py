@@ -22,10 +22,11 @@ def look_up(rows: torch.Tensor, distinct: Distinct, shape: tuple[int, ...], devi
     inverse = distinct.inverse.view(shape)
     if inverse.device != rows.device:
         inverse = inverse.to(rows.device)
-    if rows.requires_grad and _kernels(rows, distinct, device) is not None:
-        found: torch.Tensor = _LookUp.apply(rows, inverse, distinct, device)  # type: ignore[no-untyped-call]
-        return found
-    return F.embedding(inverse, rows)
+    kernels = _kernels(rows, distinct, device) if rows.requires_grad else None
+    if kernels is None:
+        return F.embedding(inverse, rows)
+    found: torch.Tensor = _LookUp.apply(rows, inverse, distinct, device, kernels)  # type: ignore[no-untyped-call]
+    return found
 
 
 def sum_by_row(grad: torch.Tensor, distinct: Distinct, device: Device) -> torch.Tensor:
@@ -52,21 +53,20 @@ class _LookUp(torch.autograd.Function):
     """``F.embedding`` whose backward knows the sorted positions."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, inverse: torch.Tensor, distinct: Distinct, device: Device) -> Any:
+    def forward(  # noqa: PLR0917 - autograd's signature
+        ctx: Any, rows: torch.Tensor, inverse: torch.Tensor, distinct: Distinct, device: Device, kernels: RowKernels
+    ) -> Any:
         ctx.save_for_backward(inverse)
-        ctx.places = distinct.places
-        ctx.device = device
+        ctx.given = distinct.places, device, kernels
         return F.embedding(inverse, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (inverse,) = ctx.saved_tensors
-        device = ctx.device
+        places, device, kernels = ctx.given
         if torch.is_grad_enabled():  # create_graph=True: this one has a derivative of its own
-            return _torch_sum(grad, inverse, inverse.numel()), None, None, None
-        kernels = RowKernels.of(device)
-        assert kernels is not None
+            return _torch_sum(grad, inverse, inverse.numel()), None, None, None, None
         device.before_kernels()
-        total = kernels.total(grad.contiguous(), ctx.places, device=device)
+        total = kernels.total(grad.contiguous(), places, device=device)
         device.before_kernels()  # what autograd does with it next are torch's own kernels
-        return total, None, None, None
+        return total, None, None, None, None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from prefetchpipe.device import portable, resolve
-from prefetchpipe.device.base import Device
+from prefetchpipe.device.base import Device, Event
 from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.options import whole
 from prefetchpipe.tables.ahead import RowsAhead
@@ -112,6 +112,7 @@ class HostTable:
             self._mover: Mover = make_mover(self._rows, self.where, budget)
         self.pinned = self._rows.pinned
         self._handover = self.where.new_event()
+        self._idle: list[Event] = []
         self._ahead: list[weakref.ref[RowsAhead]] = []
         # Reentrant: the collector may close another table in here.
         self._lock = threading.RLock()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
+from prefetchpipe.tables.ahead import MOST_PATCHES, Ready, RowsAhead
 from prefetchpipe.tables.index import Index
 from prefetchpipe.tables.kernelmover import KernelMover
 
@@ -40,8 +40,8 @@ def gather_ahead(tables: Sequence[HostTable], index: Index, *, most_patches: int
             rows = _gather(tables, index)
         if index.resident:
             device.record_use(index.ids, device.copy_stream)  # contract 4
-        ready = device.new_event()
-        device.record(ready, device.copy_stream)
+        ready = Ready(first._idle.pop() if first._idle else device.new_event(), first._idle)
+        device.record(ready.event, device.copy_stream)
         aheads = [
             RowsAhead(table, device, index, some, ready, most_patches=most_patches)
             for table, some in zip(tables, rows, strict=True)

@@ -800,7 +800,7 @@ MUTANTS = (
     Mutant(
         "rows ahead are not waited for",
         AHEAD,
-        "device.wait(stream, self._ready)",
+        "device.wait(stream, self._ready.event)",
         "pass",
         3,
         _tables("test_c3_rows_ahead_are_waited_for_when_taken"),

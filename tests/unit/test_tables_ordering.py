@@ -223,7 +223,7 @@ def test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids(make: Any, m
     monkeypatch.setattr(device, "wait", lambda *args: (waits.append(args), wait(*args)))
     with device.use_stream(stream):
         rows = ahead.take()
-    assert waits[0] == (stream, ahead._ready)
+    assert waits[0] == (stream, ahead._ready.event)
     device.synchronize()
     assert rows.tolist() == [[1.0] * DIM]
 
