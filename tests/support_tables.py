@@ -110,7 +110,7 @@ def _place(keys: Any, order: Any, count: int, ids: Any, inverse: Any, spans: Any
     known = keys.tolist()
     for at, key in enumerate(known):
         start = known.index(key)
-        inverse[order[at]] = start
+        inverse.view(-1)[order[at]] = start
         spans[at] = start | start + known.count(key) << 32
         if at == start and key != NO_KEY:
             ids[at] = key

@@ -31,7 +31,7 @@ class Distinct:
     Attributes:
         index: The distinct ids, ascending. On the device as many as the batch has: each stands where its positions
             start in the order of ids, and PAD in the other places.
-        inverse: For each position of the batch, its place among them.
+        inverse: For each position of the batch, its place among them. Flat, or of the shape of the batch.
         places: The other way round, where kernels use it.
     """
 

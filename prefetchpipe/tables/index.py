@@ -68,12 +68,18 @@ def read_index(index: Any, rows: int, device: Device) -> Index:
     if device.is_resident(tensor):
         if tensor.dtype is not torch.int64:
             device.before_kernels()
-        return Index(tensor.to(torch.int64).contiguous().view(-1), shape, resident=True)
+        return Index(_flat(tensor), shape, resident=True)
     if tensor.device.type != "cpu":
         raise ValueError(f"index is on {tensor.device}; allowed: host memory or {device!r}")
-    ids = tensor.to(torch.int64).contiguous().view(-1)
+    ids = _flat(tensor)
     check_range(ids, rows, shape)
     return Index(ids, shape, resident=False)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is not torch.int64 or not tensor.is_contiguous():
+        tensor = tensor.to(torch.int64).contiguous()
+    return tensor.view(-1)
 
 
 def check_range(ids: torch.Tensor, rows: int, shape: tuple[int, ...]) -> None:

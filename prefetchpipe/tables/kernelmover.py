@@ -12,7 +12,7 @@ from prefetchpipe.memory.pinned import PinnedMemory
 from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.index import FEW_IDS, Index, check_range, out_of_range
 from prefetchpipe.tables.kernels import RowKernels
-from prefetchpipe.tables.memory import HostRows, Staging
+from prefetchpipe.tables.memory import HostRows, Staging, numpy_dtype
 from prefetchpipe.tables.source import NO_KEY
 from prefetchpipe.tables.ways import Ways
 
@@ -61,11 +61,10 @@ class KernelMover:
             self._ids.reverse()
             staging = self._ids[0]
             buffer = staging.acquire(nbytes)
-            target = buffer.view(dtype)
             if len(index) <= FEW_IDS:
-                np.copyto(target.numpy(), index.ids.numpy(), casting="same_kind")
+                np.copyto(buffer.numpy().view(numpy_dtype(dtype)), index.ids.numpy(), casting="same_kind")
             else:
-                target.copy_(index.ids)
+                buffer.view(dtype).copy_(index.ids)
             stream = self._device.current_stream()
             self._device.copy(ids, buffer, stream)
             staging.leave(stream)
@@ -80,7 +79,7 @@ class KernelMover:
         # In host memory they have been checked, so they are the keys that sort them.
         is_key = not index.resident and rows <= NO_KEY
         ids = self._copied(index, torch.int32) if is_key else self.place(index).ids
-        return self._kernels.distinct(ids, rows, fault=fault, device=self._device)
+        return self._kernels.distinct(ids, index.shape, rows, fault=fault, device=self._device)
 
     def gather(self, index: Index, out: torch.Tensor) -> None:
         """See the protocol."""

@@ -143,14 +143,25 @@ class RowKernels:
         self._launch_here("narrow", count, (ids, keys, count, rows, 0 if fault is None else fault), stream)
         return keys
 
-    def distinct(self, ids: torch.Tensor, rows: int, *, fault: torch.Tensor, device: Device) -> Distinct:
-        """The distinct ids of at least one id; a bad one is told, and counts as PAD."""
+    def distinct(
+        self, ids: torch.Tensor, shape: tuple[int, ...], rows: int, *, fault: torch.Tensor, device: Device
+    ) -> Distinct:
+        """The distinct ids of at least one id; a bad one is told, and counts as PAD.
+
+        Args:
+            ids: Rows, or what sorts them.
+            shape: Of the batch.
+            rows: Of the table.
+            fault: Where a bad id is told.
+            device: Of the kernels.
+        """
         count, size = ids.numel(), torch.Size((ids.numel(),))
         stream = device.current_stream()
         keys = self.keys(ids, rows, fault=fault, device=device, stream=stream)
         device.before_kernels()
         ordered, order = torch.sort(keys, stable=True)  # stable: gradients are summed in the order of the batch
-        found, inverse, spans = (device.empty(size, (1,), torch.int64) for _ in range(3))
+        found, spans = (device.empty(size, (1,), torch.int64) for _ in range(2))
+        inverse = device.empty(torch.Size(shape), _dense(shape), torch.int64)
         name = f"place_{ordered.dtype.itemsize}"
         self._launch_here(name, count, (ordered, order, count, found, inverse, spans), stream)
         index = Index(found, (count,), resident=True, is_distinct=True, keys=ordered)
@@ -212,6 +223,16 @@ class RowKernels:
         self, name: str, pieces: int, args: tuple[object, ...], stream: Stream, *, blocks: int, unroll: int = 1
     ) -> None:
         self._kernels[name](stream, max(1, min(blocks, -(-pieces // (_THREADS * unroll)))), _THREADS, args)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= size
+    return tuple(strides)
 
 
 _UNKNOWN: Any = object()

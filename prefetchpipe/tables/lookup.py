@@ -19,7 +19,9 @@ def look_up(rows: torch.Tensor, distinct: Distinct, shape: tuple[int, ...], devi
 
     torch's own backward sorts the batch once more; where the distinct ids were found by kernels it is sorted already.
     """
-    inverse = distinct.inverse.view(shape)
+    inverse = distinct.inverse
+    if inverse.shape != shape:
+        inverse = inverse.view(shape)
     if inverse.device != rows.device:
         inverse = inverse.to(rows.device)
     kernels = _kernels(rows, distinct, device) if rows.requires_grad else None
@@ -35,7 +37,7 @@ def sum_by_row(grad: torch.Tensor, distinct: Distinct, device: Device) -> torch.
     if kernels is not None:
         assert distinct.places is not None
         return kernels.total(grad.contiguous(), distinct.places, device=device)
-    return _torch_sum(grad, distinct.inverse.to(grad.device), len(distinct.index))
+    return _torch_sum(grad, distinct.inverse.view(-1).to(grad.device), len(distinct.index))
 
 
 def _torch_sum(grad: torch.Tensor, inverse: torch.Tensor, count: int) -> torch.Tensor:
@@ -58,7 +60,7 @@ class _LookUp(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(inverse)
         ctx.given = distinct.places, device, kernels
-        return F.embedding(inverse, rows)
+        return torch.embedding(rows, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -153,13 +153,14 @@ class Staging:
         budget: Where page-locked memory comes from; when it is used up the block is ordinary memory.
     """
 
-    __slots__ = ("_block", "_budget", "_device", "_event", "_is_used", "_tensor")
+    __slots__ = ("_block", "_budget", "_device", "_event", "_is_used", "_part", "_tensor")
 
     def __init__(self, device: Device, budget: PinnedMemory) -> None:
         self._device = device
         self._budget = budget
         self._block: HostBlock | None = None
         self._tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._part = self._tensor
         self._event: Event = device.new_event()
         self._is_used = False
 
@@ -168,7 +169,9 @@ class Staging:
         self.wait()
         if self._tensor.numel() < nbytes:
             self._grow(nbytes)
-        return self._tensor[:nbytes]
+        if self._part.numel() != nbytes:
+            self._part = self._tensor[:nbytes]  # batches mostly have one size, and a slice takes its time
+        return self._part
 
     def _grow(self, nbytes: int) -> None:
         self.free()
@@ -194,7 +197,7 @@ class Staging:
     def free(self) -> None:
         """Wait, then give the memory back."""
         self.wait()
-        self._tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._tensor = self._part = torch.empty(0, dtype=torch.uint8, device="cpu")
         block, self._block = self._block, None
         if block is not None:
             self._budget.free(block)

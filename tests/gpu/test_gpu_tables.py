@@ -279,7 +279,7 @@ def test_distinct_ids_and_sums_by_row(dtype: torch.dtype, rows: int) -> None:
     fault = device.host_alloc(24).tensor.view(torch.int64).zero_()
     for count, most in ((1, 1), (1000, 3), (34_816, ROWS), (200_001, 40)):
         ids = torch.randint(0, most, (count,), device="cuda") * (rows // ROWS)
-        distinct = kernels.distinct(ids, rows, fault=fault, device=device)
+        distinct = kernels.distinct(ids, (count,), rows, fault=fault, device=device)
         found, inverse = torch.unique(ids, return_inverse=True)
         is_id = distinct.index.ids != PAD
         assert torch.equal(distinct.index.ids[is_id], found)

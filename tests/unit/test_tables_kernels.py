@@ -167,7 +167,7 @@ def test_distinct_ids_and_sums_by_row(kernels: RowKernels, dtype: torch.dtype, c
     for most in (1, 3, ROWS):
         ids = torch.randint(0, most, (count,), generator=draw) * ((rows - 1) // ROWS)
         fault = torch.zeros(3, dtype=torch.int64)
-        distinct = kernels.distinct(ids, rows, fault=fault, device=CpuDevice())
+        distinct = kernels.distinct(ids, (count,), rows, fault=fault, device=CpuDevice())
         found, inverse = torch.unique(ids, return_inverse=True)
         is_id = distinct.index.ids != PAD
         assert torch.equal(distinct.index.ids[is_id], found)
@@ -184,7 +184,7 @@ def test_distinct_ids_and_sums_by_row(kernels: RowKernels, dtype: torch.dtype, c
 def test_a_bad_id_among_distinct_ones_is_told_with_its_position(kernels: RowKernels, bad: int) -> None:
     """2**32 would be row 0 if it were cut down to 32 bits."""
     fault = torch.zeros(3, dtype=torch.int64)
-    distinct = kernels.distinct(torch.tensor([3, bad, 3, 1, PAD]), ROWS, fault=fault, device=CpuDevice())
+    distinct = kernels.distinct(torch.tensor([3, bad, 3, 1, PAD]), (5,), ROWS, fault=fault, device=CpuDevice())
     assert distinct.index.ids.tolist() == [1, 3, PAD, PAD, PAD]
     assert distinct.inverse.tolist() == [1, 3, 1, 0, 3]
     assert fault.tolist() == [2, bad, 1]
