@@ -67,8 +67,12 @@ def _gather(ids: Any, order: Any, count: int, limit: int, fault: torch.Tensor, t
                 _report(fault, row, position)
 
 
-def _scatter(ids: Any, order: Any, count: int, limit: int, fault: torch.Tensor, tables: int, *given: Any) -> None:
+def _scatter(
+    ids: Any, order: Any, count: int, limit: int, fault: torch.Tensor, counts: Any, tables: int, *given: Any
+) -> None:
     positions = _positions(ids, order)
+    if not isinstance(counts, int):
+        counts[ids[(ids >= 0) & (ids < limit)]] += 1
     for table, values in _pairs(tables, given):
         for at, position in enumerate(positions):
             row = int(ids[position])

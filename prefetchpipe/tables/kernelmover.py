@@ -111,22 +111,30 @@ class KernelMover:
         self.scatter_all([self], index, [values], unique=unique)
 
     def scatter_all(
-        self, movers: Sequence[KernelMover], index: Index, values: Sequence[torch.Tensor], *, unique: bool
+        self,
+        movers: Sequence[KernelMover],
+        index: Index,
+        values: Sequence[torch.Tensor],
+        *,
+        unique: bool,
+        counted: KernelMover | None = None,
     ) -> None:
-        """Values of several tables of this length, this one among them, by one launch."""
-        stream = self._before_write(movers)
+        """Values of several tables of this length, this one among them, by one launch; one is counted up, too."""
+        written = movers if counted is None else [*movers, counted]
+        stream = self._before_write(written)
         if len(index):
             tables = [mover._rows.tensor for mover in movers]
             fault = self._fault_of(index)
+            counts = None if counted is None else counted._rows.tensor
 
             def move(order: torch.Tensor | None) -> None:
-                self._kernels.scatter(tables, index.ids, order, values, fault=fault, stream=stream)
+                self._kernels.scatter(tables, index.ids, order, values, fault=fault, stream=stream, counts=counts)
 
             if unique:
                 self._run("scatter", index, stream, move)
             else:
                 move(self._order(index, stream))
-        self._after_write(movers, stream)
+        self._after_write(written, stream)
 
     def add(self, index: Index, values: torch.Tensor) -> None:
         """See the protocol."""

@@ -89,10 +89,21 @@ class RowKernels:
         *,
         fault: torch.Tensor,
         stream: Stream,
+        counts: torch.Tensor | None = None,
     ) -> None:
-        """``table[ids[i]] = values[i]``: with ``order``, which sorts the ids, the last of equal ones; else distinct."""
+        """``table[ids[i]] = values[i]``: with ``order``, which sorts the ids, the last of equal ones; else distinct.
+
+        Args:
+            tables: Of the same length.
+            ids: Rows.
+            order: As for :meth:`gather`.
+            values: One for each table.
+            fault: Where a bad id is told.
+            stream: Where it runs.
+            counts: Numbers of such a table, float32, that grow by one for each of distinct ids.
+        """
         count = ids.numel()
-        given = (ids, 0 if order is None else order, count, tables[0].shape[0], fault)
+        given = (ids, 0 if order is None else order, count, tables[0].shape[0], fault, 0 if counts is None else counts)
         self._move("scatter", given, tables, values, count, stream, blocks=self._blocks)
 
     def add(

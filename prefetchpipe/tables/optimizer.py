@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 
 from prefetchpipe.errors import PrefetchWarning
+from prefetchpipe.tables.columns import TableColumns
 from prefetchpipe.tables.embedding import ActiveRows, HostEmbedding
 from prefetchpipe.tables.index import Index, read_index
 from prefetchpipe.tables.known import KnownStates
 from prefetchpipe.tables.lookup import sum_by_row
 from prefetchpipe.tables.rules import NOT_ROW_WISE, READ, Rule, rule_for
 from prefetchpipe.tables.table import HostTable
-from prefetchpipe.tables.together import gather_rows, write_back
+from prefetchpipe.tables.together import can_count, gather_rows, write_back
 from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
 from prefetchpipe.tables.watched import is_watched
 
@@ -106,8 +107,9 @@ class RowOptimizer(torch.optim.Optimizer):
         self.param_groups = self._inner.param_groups  # learning rate schedules set them here
         self._states: dict[str, HostTable] = {}
         self._followed: list[Any] = []
-        self._columns = _Columns(weakref.WeakMethod(self._add_found))  # no cycle: `del` gives the memory back
+        self._columns = TableColumns(weakref.WeakMethod(self._add_found))  # no cycle: `del` gives the memory back
         self._found: KnownStates | None = None
+        self._counted: HostTable | None = None
         self._update = self._choose(step_count)
         if self._embedding is not None:
             self._embedding._optimizer = weakref.ref(self)  # noqa: SLF001 - the newest one takes the gradients
@@ -145,6 +147,9 @@ class RowOptimizer(torch.optim.Optimizer):
         group = self._inner.param_groups[0]
         if not rule.counts_matter:
             group["foreach"] = False  # it is one parameter
+            counts = self._columns.tables.get("step")
+            if rule.scalar_step and counts is not None and can_count([self._table], counts):
+                self._counted = counts
             return AtOnce(scalar_step=rule.scalar_step, from_lr=rule.from_lr)
         if rule.capturable and self._table.device.type in _capturable_devices():
             group.update(foreach=False, capturable=True)
@@ -313,11 +318,12 @@ class RowOptimizer(torch.optim.Optimizer):
             self._add_found(name, new.dtype, is_number=False)
             states[name] = new
         tables = self.tables
-        write_back([self._table, *(tables[name] for name in states)], index, [rows, *states.values()])
+        written = [self._table, *(tables[name] for name in states)]
+        write_back(written, index, [rows, *states.values()], self._counted)
 
     def _moving(self) -> dict[str, HostTable]:
         """The tables whose rows travel with the step; the other numbers are read and written by the host."""
-        return self.tables if self._update.columns_on_device else self._states
+        return self.tables if self._update.columns_on_device and self._counted is None else self._states
 
     def tables_ahead(self) -> list[HostTable]:
         """State tables whose rows can be gathered ahead of a step."""
@@ -391,27 +397,6 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 _framed_step = torch.optim.Optimizer.profile_hook_step(RowOptimizer._step)  # noqa: SLF001 - of this file
-
-
-class _Columns:
-    """The numbers of all rows, one table of width 1 each."""
-
-    def __init__(self, add: weakref.WeakMethod[Callable[..., None]]) -> None:
-        self.tables: dict[str, HostTable] = {}
-        self._add = add
-
-    def read(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """[ids] each, in host memory."""
-        return {name: table.host_tensor()[ids, 0] for name, table in self.tables.items()}
-
-    def write(self, ids: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """[ids] each; a name that is new gets a table."""
-        for name, value in values.items():
-            if name not in self.tables:
-                add = self._add()
-                assert add is not None
-                add(name, value.dtype, is_number=True)
-            self.tables[name].host_tensor()[ids, 0] = value
 
 
 def _merged(active: list[ActiveRows], table: HostTable) -> tuple[Index, torch.Tensor, torch.Tensor]:

@@ -25,7 +25,8 @@ class Rule:
         states: State tensors of the shape of the parameter, and the value that they start with.
         scalars: State numbers of a parameter, each of which becomes one number a row, and where they start.
         counts_matter: Whether the update depends on a scalar. If not, all rows can be updated at once.
-        scalar_step: ``step`` is read as a Python number even where it does not matter, so it cannot be one per row.
+        scalar_step: ``step`` need not be that of each row where it does not matter: nothing starts with it, or it is
+            read as a Python number.
         capturable: The class can take its scalars as tensors, with one entry per row.
         from_lr: States and scalars that start with the learning rate of the row's first step: a schedule may have
             changed it by then.
@@ -69,7 +70,7 @@ def _adagrad(options: Mapping[str, Any]) -> Rule:
 
 
 def _adadelta(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature
-    return Rule({"square_avg": 0.0, "acc_delta": 0.0}, {"step": 0.0}, counts_matter=False)
+    return Rule({"square_avg": 0.0, "acc_delta": 0.0}, {"step": 0.0}, counts_matter=False, scalar_step=True)
 
 
 def _rmsprop(options: Mapping[str, Any]) -> Rule:
@@ -78,7 +79,7 @@ def _rmsprop(options: Mapping[str, Any]) -> Rule:
         states["momentum_buffer"] = 0.0
     if options["centered"]:
         states["grad_avg"] = 0.0
-    return Rule(states, {"step": 0.0}, counts_matter=False)
+    return Rule(states, {"step": 0.0}, counts_matter=False, scalar_step=True)
 
 
 def _rprop(options: Mapping[str, Any]) -> Rule:  # noqa: ARG001 - one signature

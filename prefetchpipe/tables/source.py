@@ -107,7 +107,7 @@ extern "C" __global__ void gather(
     EACH_TABLE(GATHER)
 }
 
-// With an order the last of equal ids is the one that is written; without, they are distinct.
+// With an order the last of equal ids is the one that is written; without, they are distinct. Only those are counted.
 template <class T> __device__ void scatter_rows(T* table, const T* values, i64 width,
     const i64* ids, const i64* order, i64 count, i64 limit, i64* fault) {
     i64 total = count * width, step = STEP;
@@ -122,9 +122,13 @@ template <class T> __device__ void scatter_rows(T* table, const T* values, i64 w
 }
 
 extern "C" __global__ void scatter(
-    const i64* ids, const i64* order, i64 count, i64 limit, i64* fault, TABLES) {
+    const i64* ids, const i64* order, i64 count, i64 limit, i64* fault, float* counts, TABLES) {
     #define SCATTER(T) scatter_rows<T>((T*)table, (const T*)rows, width, ids, order, count, limit, fault)
     EACH_TABLE(SCATTER)
+    i64 step = STEP;
+    for (i64 i = FIRST; counts && i < count; i += step) {
+        if (ids[i] >= 0 && ids[i] < limit) counts[ids[i]] += 1;
+    }
 }
 
 // Rows on the device take the values of those others that have the same id: the first of its keys, which ascend.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prefetchpipe.device.base import Stream
 from prefetchpipe.tables.ahead import MOST_PATCHES, Ready, RowsAhead
 from prefetchpipe.tables.index import Index
 from prefetchpipe.tables.kernelmover import KernelMover
@@ -15,7 +16,7 @@ from prefetchpipe.tables.kernelmover import KernelMover
 if TYPE_CHECKING:
     from prefetchpipe.tables.table import HostTable
 
-__all__ = ["gather_ahead", "gather_rows", "write_back"]
+__all__ = ["can_count", "gather_ahead", "gather_rows", "write_back"]
 
 # ruff: noqa: SLF001 - the other half of HostTable
 
@@ -70,26 +71,31 @@ def _gather(tables: Sequence[HostTable], index: Index) -> list[torch.Tensor]:
     return rows
 
 
-def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.Tensor]) -> None:
+def can_count(tables: Sequence[HostTable], counted: HostTable) -> bool:
+    """Whether the launch that writes rows back to ``tables`` can count in ``counted`` as well."""
+    first = tables[0]._mover
+    return isinstance(first, KernelMover) and first.moves_with(counted._mover)
+
+
+def write_back(
+    tables: Sequence[HostTable], index: Index, rows: Sequence[torch.Tensor], counted: HostTable | None = None
+) -> None:
     """Write rows that the caller gives up, on the copy stream; rows gathered ahead get the new values.
 
     Args:
         tables: Of one device.
         index: A checked index of distinct ids, ascending.
         rows: For each table [ids, dim] on the device. They must not be changed afterwards.
+        counted: One float32 a row, which grows by one; see :func:`can_count`.
     """
     first = tables[0]
     device = first.where
-    with _Locked(tables):
+    with _Locked(tables if counted is None else [*tables, counted]):
+        if counted is not None:
+            counted._invalidate()
+        count = None if counted is None else counted._mover
         stream = device.current_stream()
-        is_awaited = False
-        for table, new in zip(tables, rows, strict=True):
-            table.version += 1
-            for ref in table._ahead:
-                ahead = ref()
-                if ahead is not None:
-                    ahead.patch(index, new, stream)
-                    is_awaited = True
+        is_awaited = _patch(tables, index, rows, stream)
         # Contract 3: the rows are written after the step that makes them.
         device.record(first._handover, stream)
         with device.on_copy_stream():
@@ -97,7 +103,8 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
             for movers, group in _groups(tables):
                 some = [rows[number] for number in group]
                 if movers:
-                    movers[0].scatter_all(movers, movers[0].place(index), some, unique=True)
+                    here = count if isinstance(count, KernelMover) and 0 in group else None
+                    movers[0].scatter_all(movers, movers[0].place(index), some, unique=True, counted=here)
                 else:
                     mover = tables[group[0]]._mover
                     mover.scatter(mover.place(index), some[0], unique=True)
@@ -110,6 +117,19 @@ def write_back(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.T
             # their ids were allocated on: that is the copy stream, or the forward pass's.
             for new in (*rows, index.ascending) if index.resident else rows:
                 device.record_use(new, stream)
+
+
+def _patch(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.Tensor], stream: Stream) -> bool:
+    """Tell the rows ahead; whether there are any."""
+    is_awaited = False
+    for table, new in zip(tables, rows, strict=True):
+        table.version += 1
+        for ref in table._ahead:
+            ahead = ref()
+            if ahead is not None:
+                ahead.patch(index, new, stream)
+                is_awaited = True
+    return is_awaited
 
 
 def _groups(tables: Sequence[HostTable]) -> list[tuple[list[KernelMover], list[int]]]:

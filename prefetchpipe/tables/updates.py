@@ -74,7 +74,7 @@ class AtOnce:
     """All rows in one step of torch's: either no scalar matters, or the class takes scalars of one number a row.
 
     Args:
-        scalar_step: ``step`` goes in as a number, and its column is counted here.
+        scalar_step: ``step`` goes in as a number, which says nothing, and its column is counted apart.
         from_lr: See :class:`~prefetchpipe.tables.rules.Rule`.
     """
 
@@ -95,7 +95,8 @@ class AtOnce:
         given: dict[str, Any] = dict(states)
         if self._scalar_step:
             given["step"] = self._no_step.zero_()
-            states["step"] += 1
+            if "step" in states:  # otherwise the kernel that writes the rows back counts
+                states["step"] += 1
         (after,) = run(inner, [_leaf(rows, grad)], [given])
         for name, state in states.items():
             if after[name] is not state and not (self._scalar_step and name == "step"):

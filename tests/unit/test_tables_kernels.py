@@ -136,6 +136,19 @@ def test_several_tables_move_together(kernels: RowKernels, count: int) -> None:
     assert fault.tolist() == [0, 0, 0]
 
 
+def test_what_is_written_back_is_counted(kernels: RowKernels) -> None:
+    table, values, counts = torch.zeros(ROWS, 2), torch.ones(4, 2), torch.zeros(ROWS, 1)
+    fault = torch.zeros(3, dtype=torch.int64)
+    for ids in ([3, PAD, 5, PAD], [PAD, 0, 5, 19]):
+        kernels.scatter([table], torch.tensor(ids), None, [values], fault=fault, stream=None, counts=counts)
+    assert table[:, 0].nonzero().view(-1).tolist() == [0, 3, 5, 19]
+    assert {row: int(counts[row]) for row in counts[:, 0].nonzero().view(-1).tolist()} == {0: 1, 3: 1, 5: 2, 19: 1}
+    assert fault.tolist() == [0, 0, 0]
+    kernels.scatter([table], torch.tensor([1, -2, ROWS, 4]), None, [values], fault=fault, stream=None, counts=counts)
+    assert int(counts.sum()) == 7
+    assert fault[0] == 2
+
+
 @pytest.mark.parametrize("count", [1, 9])
 @pytest.mark.parametrize("other_count", [1, 8, 9])
 def test_rows_take_the_values_of_others_with_the_same_id(kernels: RowKernels, count: int, other_count: int) -> None:
