@@ -223,7 +223,7 @@ class Producer(Fetching):
     # In the consumer's own thread
 
     def _take_here(self, stream: Stream) -> Ticket | None:
-        """The short path: no hand-off between threads. None if a thread has taken over."""
+        """Without a hand-off between threads. None if a thread has taken over."""
         with self._inside:  # contract 1: a second consumer's thread waits for its turn
             try:
                 self._insider = threading.get_ident()
