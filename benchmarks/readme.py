@@ -27,16 +27,16 @@ def rewrite(text: str, results: Sequence[tuple[Result, str]]) -> str:
     made_by = "Made by `python -m benchmarks readme FILE ...` from the results files that each table names."
     parts = [f"{explanation()} {made_by}"]
     first = results[0][0] if results else None
-    races = [f"In the first of these files: {race}" for result, _ in results if (race := race_table(result))]
+    races = [f"{Path(file).name}: {race}" for result, file in results if (race := race_table(result))]
     for result, file in results:
         is_same = first is not None and (first.machine, first.versions) == (result.machine, result.versions)
         what = (
             heading(result)
             if result is first or not is_same
-            else f"same machine and versions, commit {result.git_commit}."
+            else f"same machine and versions; {result.date[:10]}, commit {result.git_commit}."
         )
         parts += [f"[{Path(file).name}]({file}): {what} {limits_line(result)}".strip()]
         parts += [summary_table(result), values_table(result)]
-    parts += races[:1]
+    parts += races
     block = "\n\n".join(part for part in parts if part)
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
