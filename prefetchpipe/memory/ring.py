@@ -69,6 +69,9 @@ _FEWEST = 2
 """One being packed while the other is on the wire."""
 _WARM = 64
 """Batches within which a ring finds out how many slots it needs: later none is added (contract 14)."""
+_CACHED_BYTES = 64 << 20
+"""Slots beyond two are added up to here: what waits for its copy behind more bytes than these may have left the
+processor's caches by then, and is read from memory (docs/performance.md, parts O, P and T)."""
 
 
 class SlotRing:
@@ -122,7 +125,8 @@ class SlotRing:
 
     def would_wait(self) -> bool:
         """Whether every slot is still being copied from: the device is behind by a whole ring."""
-        return bool(self._slots) and not self._may_add() and not self._has_passed(self._slots[0])
+        slots = self._slots
+        return bool(slots) and not self._may_add(slots[0].nbytes) and not self._has_passed(slots[0])
 
     def acquire(self, nbytes: int) -> Slot | None:
         """A slot that is free and at least ``nbytes`` large; blocks until the copy out of one has passed.
@@ -133,7 +137,7 @@ class SlotRing:
         if self._refused is not None and nbytes >= self._refused:
             return None
         self._acquired += 1
-        while (slot := self._next()) is not None:
+        while (slot := self._next(nbytes)) is not None:
             if (slot.block is not None and slot.nbytes >= nbytes) or self._grow(slot, nbytes):
                 if slot is not self._slots[-1]:
                     self._slots.remove(slot)
@@ -144,7 +148,7 @@ class SlotRing:
         self._spare += 1  # a smaller batch may still get one
         return None
 
-    def _next(self) -> Slot | None:
+    def _next(self, nbytes: int) -> Slot | None:
         """The latest slot but one, if its copy has passed: its bytes are still in the caches. Else the oldest."""
         slots = self._slots
         count = len(slots)
@@ -152,7 +156,7 @@ class SlotRing:
             slot = slots[-2]
         elif count >= _FEWEST and self._has_passed(slots[0]):
             slot = slots[0]
-        elif self._may_add():
+        elif self._may_add(nbytes):
             self._spare -= 1
             slot = Slot(self._device.new_event())
             slots.append(slot)
@@ -166,8 +170,10 @@ class SlotRing:
             slot.tensor.fill_(POISON)
         return slot
 
-    def _may_add(self) -> bool:
-        return self._spare > 0 and (len(self._slots) < _FEWEST or self._acquired <= _WARM)
+    def _may_add(self, nbytes: int) -> bool:
+        count = len(self._slots)
+        is_cheap = self._acquired <= _WARM and (count + 1) * nbytes <= _CACHED_BYTES
+        return self._spare > 0 and (count < _FEWEST or is_cheap)
 
     def _has_passed(self, slot: Slot) -> bool:
         # Contract 6: the copy out of this slot may still be running.

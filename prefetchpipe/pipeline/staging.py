@@ -32,9 +32,7 @@ _PIECE_BYTES = 20 << 20
 
 _MANY_SPANS = 8
 _MANY_BYTES = 1 << 20
-_MAX_PACKERS = 4
-_SHARES = 3
-"""So many for each thread that packs."""
+_MAX_PACKERS = 6
 
 _Share = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -132,7 +130,8 @@ class Packers:
     """A few threads for batches of many small leaves, which torch's own threading packs one after the other.
 
     Belongs to one producer thread, which packs too. Whoever is awake takes the next share, so nobody waits for a thread
-    that is slow to wake. The GIL is taken once a share, not once a leaf.
+    that is slow to wake. One share each: the GIL is taken once a share, and waiting for it costs more than an uneven
+    end (docs/performance.md, part T).
 
     Args:
         threads: Threads that pack, the calling one included.
@@ -154,7 +153,7 @@ class Packers:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        count = min(_SHARES * self._count, len(views))
+        count = min(self._count, len(views))
         self._shares = shares = deque((views[share::count], sources[share::count]) for share in range(count))
         self._left = count
         for _ in self._threads:

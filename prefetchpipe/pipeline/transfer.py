@@ -33,8 +33,7 @@ __all__ = ["Transfer"]
 
 
 _SLOTS = 3
-"""With more a batch of 38 MB took longer to be packed and copied: 0.73 to 0.78 ms with 2 or 3 slots, 0.98 with 4, 1.27
-with 8 (docs/performance.md, part D)."""
+"""At most: two for large batches (:mod:`prefetchpipe.memory.ring`)."""
 
 
 class Transfer:
