@@ -125,7 +125,10 @@ class Fetching(Leaving):
         started = counters.clock()
         try:
             transfer.return_slots()
-            given = self._next(self.source)
+            try:
+                given = self._next(self.source)
+            except StopIteration:
+                return NOT_SHORT, end_ticket()
             fetched = counters.clock()
             nbytes = transfer.short.nbytes_of(given)
             if transfer.short.is_marked(nbytes):
@@ -134,14 +137,13 @@ class Fetching(Leaving):
             if batch is NOT_SHORT:
                 self.short.give_up()
                 return NOT_SHORT, self._sent_ticket(given, stream, started, fetched)
-        except StopIteration:
-            return NOT_SHORT, end_ticket()
         except BaseException as error:  # noqa: BLE001 - as in _produce
             return NOT_SHORT, self._failed(error)
-        times = counters.steady
+        times, waited = counters.steady, transfer.short.waited_seconds
         times.sent_batches += 1
+        times.device_wait_seconds += waited
         self._fetch_seconds = fetched - started
-        self._send_seconds = counters.clock() - fetched
+        self._send_seconds = counters.clock() - fetched - waited
         times.fetch_seconds += self._fetch_seconds
         times.send_seconds += self._send_seconds
         self._sent += 1

@@ -92,6 +92,9 @@ class ShortSender:
         device: Where batches go.
         ring: Slots for all but small batches.
         has_limit: Page-locked memory is limited, so all of it has to be counted.
+
+    Attributes:
+        waited_seconds: Of the last :meth:`send`, for the device.
         counters: Bytes are added here.
         timer: Measures some of the copies.
     """
@@ -107,11 +110,15 @@ class ShortSender:
         self._batches = 0
         self._small_batches = 0
         self._marks: deque[Event] = deque()
+        self.waited_seconds = 0.0
 
     def nbytes_of(self, batch: Any) -> int:
         """Bytes of a slot for ``batch``; -1 if it cannot go this way."""
         leaves = _leaves_of(batch)
-        nbytes, largest = (0, None) if len(leaves) > _MOST_LEAVES else self._extent_of(leaves)
+        try:
+            nbytes, largest = (0, None) if len(leaves) > _MOST_LEAVES else self._extent_of(leaves)
+        except RuntimeError:  # a tensor without memory: the zeros of forward-mode differentiation
+            return -1
         if largest is None or nbytes > LARGE_BYTES:
             return -1
         if self._batches % _PINNED_CHECK == 0 and self._device.is_pinned(largest):
@@ -155,6 +162,7 @@ class ShortSender:
         """
         leaves: Any = _leaves_of(batch)
         device, counters = self._device, self._counters
+        self.waited_seconds = 0.0
         if nbytes <= self._most_small:
             self._small_batches += 1
             if self._small_batches % _MARK_EVERY == 0:
@@ -196,9 +204,7 @@ class ShortSender:
         if not device.query(event):  # a new one has passed
             started = self._counters.clock()
             device.synchronize(event)
-            waited = self._counters.clock() - started
-            self._counters.steady.device_wait_seconds += waited
-            self._counters.steady.send_seconds -= waited  # what is counted there next contains it
+            self.waited_seconds = self._counters.clock() - started
         device.record(event, stream)
         marks.append(event)
 

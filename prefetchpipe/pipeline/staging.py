@@ -100,7 +100,7 @@ def stage_in_pieces(
         elif isinstance(source, Rows) or not source.is_contiguous():
             send(flat[span.block], partial(_pack, layout, [number], [source]))
         else:
-            whole = source.view(-1).view(torch.uint8)
+            whole = _bytes_of(source)
             for start in range(0, span.nbytes, _PIECE_BYTES):
                 end = min(start + _PIECE_BYTES, span.nbytes)
                 send(flat[span.block][start:end], partial(_pack_bytes, whole[start:end]))
@@ -120,7 +120,7 @@ def _pack_bytes(source: torch.Tensor, slot: torch.Tensor) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a dense tensor, whatever the order of its dimensions."""
+    """All bytes of a dense tensor, whatever its strides: a dimension of one may keep an odd one."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     size = tensor.dtype.itemsize
     return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))

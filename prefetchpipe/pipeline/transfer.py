@@ -300,14 +300,14 @@ class Transfer:
         """Through a slot; straight into the final memory where that is the host's."""
         device = self._device
         counters = self._counters
-        counters.copied_bytes += layout.nbytes
         self._last_bytes = layout.nbytes
+        if self._ring is not None and layout.nbytes > LARGE_BYTES and isinstance(layout, Layout):
+            return self._send_in_pieces(layout, leaves, stream)
+        counters.copied_bytes += layout.nbytes
         if self._ring is None or not layout.nbytes:
             arrived, memory = layout.allocate(device.empty, device.alloc)
             copy_all(layout.targets(arrived, memory), layout.sources(leaves))
             return arrived, []
-        if layout.nbytes > LARGE_BYTES and isinstance(layout, Layout):
-            return self._send_in_pieces(layout, leaves, stream)
         slot = self._slot(layout.nbytes)
         if slot is None:
             counters.pageable_bytes += layout.nbytes
@@ -340,6 +340,7 @@ class Transfer:
 
         def send(target: torch.Tensor, pack: Callable[[torch.Tensor], None]) -> None:
             nbytes = target.numel()
+            counters.copied_bytes += nbytes
             slot = self._slot(nbytes)
             if slot is None:
                 counters.pageable_bytes += nbytes

@@ -545,7 +545,8 @@ def _raw_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    dense = tensor.contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a dimension of one may keep an odd stride
 
 
 def _poison_like(tensor: torch.Tensor) -> torch.Tensor:

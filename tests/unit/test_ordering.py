@@ -466,6 +466,17 @@ def test_c6_rows_of_a_large_batch_are_gathered_into_one_slot() -> None:
 
 
 @pytest.mark.usefixtures("in_pieces")
+def test_c12_one_value_with_an_odd_stride_beside_a_large_leaf() -> None:
+    """The last batch of an epoch: one row of a table, and of that a column."""
+    table = torch.arange(12.0).view(3, 4)
+    for size in (1, 2):
+        device = SimulatedDevice()
+        (got,) = GPUPrefetcher([{"x": torch.zeros(1000), "y": table[:size, 1]}], device)
+        device.synchronize()
+        assert got["y"].tolist() == table[:size, 1].tolist()
+
+
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("kind", PIECES)
 def test_c6_c15_pieces_of_a_large_batch_without_page_locked_memory(fetch: str, kind: str) -> None:
     device = SimulatedDevice(bandwidth=SLOW)

@@ -446,3 +446,30 @@ def test_c1_two_threads_at_one_iterator(device: SimulatedDevice) -> None:
     second.join()
     rest = [value(device, batch) for batch in iterator]
     assert values + sorted(other) + rest == list(range(1, 61))
+
+
+class RaisesStop:
+    """Its own ``.to`` is called by the usual way."""
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise StopIteration("mine")
+
+
+@pytest.mark.parametrize("fetch", ["thread", "caller", "auto"])
+def test_c1_c7_stop_iteration_from_sending_is_not_the_end_of_the_loader(fetch: Any) -> None:
+    batches: list[Any] = [filled(index) for index in range(12)]
+    batches[8] = RaisesStop()
+    got = []
+    with pytest.raises(RuntimeError, match="StopIteration was raised outside of the loader"):
+        got.extend(GPUPrefetcher(batches, SimulatedDevice(), fetch=fetch))
+
+
+@pytest.mark.parametrize("fetch", ["thread", "caller"])
+def test_c12_a_tensor_without_memory_goes_the_usual_way(fetch: Any) -> None:
+    """Gradients of forward-mode differentiation are such."""
+    batches = [filled(index) for index in range(12)]
+    batches[8] = torch._efficientzerotensor((3,))
+    device = SimulatedDevice()
+    got = list(GPUPrefetcher(batches, device, fetch=fetch))
+    device.synchronize()
+    assert got[8].tolist() == [0.0] * 3

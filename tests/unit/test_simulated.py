@@ -478,3 +478,11 @@ def test_a_block_with_recorded_uses_goes_back_in_the_order_of_its_own_stream() -
     del source
     device.synchronize()
     assert host.tensor.tolist() == [7] * 16
+
+
+def test_a_kernel_may_take_one_value_with_an_odd_stride() -> None:
+    device = SimulatedDevice()
+    seen: list[list[float]] = []
+    device.launch(lambda view: seen.append(view.tolist()), torch.arange(8.0)[3:4].as_strided((1,), (4,), 3))
+    device.synchronize()
+    assert seen == [[3.0]]

@@ -508,3 +508,40 @@ def test_stats_in_the_middle_of_anything() -> None:
         assert len(list(itertools.islice(prefetcher, 6))) == 6
         prefetcher.close()
     assert len(seen) >= 36
+
+
+def test_steady_times_are_not_negative_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is full behind a wait of ``ShortSender._bound``: the wait was taken off, and never counted."""
+    now = 0.0
+    device = SimulatedDevice(memory_limit=40)
+    synchronize = device.synchronize
+
+    def slow(event: Any = None) -> None:
+        nonlocal now
+        now += 5.0
+        synchronize(event)
+
+    prefetcher = GPUPrefetcher([torch.full((8,), float(index)) for index in range(60)], device, fetch="caller")
+    prefetcher._shared.counters.clock = lambda: now
+    monkeypatch.setattr(device, "synchronize", slow)
+    iterator = iter(prefetcher)
+    kept = []
+    with pytest.raises(torch.OutOfMemoryError):
+        for number in range(60):
+            batch = next(iterator)
+            device.launch(lambda: None, seconds=1.0)
+            if number == 6 + 4 * 8 - 2:  # the next one waits
+                kept.append(batch)
+            del batch
+    assert prefetcher.stats().steady.send_seconds >= 0
+
+
+def test_all_bytes_of_a_batch_in_pieces_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``copied_bytes`` has the gaps between blocks, ``staged_bytes`` has not."""
+    monkeypatch.setattr(transfer, "LARGE_BYTES", 2 << 20)
+    monkeypatch.setattr(staging, "_PIECE_BYTES", 1 << 20)
+    batch = [torch.zeros((32 << 20) + 1, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)]
+    prefetcher = GPUPrefetcher([batch], SimulatedDevice())
+    assert len(list(prefetcher)) == 1
+    stats = prefetcher.stats()
+    assert stats.staged_bytes == stats.copied_bytes
