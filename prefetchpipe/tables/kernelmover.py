@@ -85,8 +85,17 @@ class KernelMover:
         """See the protocol."""
         self.gather_all([self], index, [out])
 
-    def gather_all(self, movers: Sequence[KernelMover], index: Index, outs: Sequence[torch.Tensor]) -> None:
-        """Rows of several tables of this length, this one among them, by one launch."""
+    def gather_all(
+        self,
+        movers: Sequence[KernelMover],
+        index: Index,
+        outs: Sequence[torch.Tensor],
+        read: Event | None = None,
+    ) -> None:
+        """Rows of several tables of this length, this one among them, by one launch.
+
+        ``read`` is an event of this stream alone, which the caller records behind it; None: there is one.
+        """
         device = self._device
         stream = device.current_stream()
         for event in {id(mover._written): mover._written for mover in movers}.values():
@@ -99,10 +108,9 @@ class KernelMover:
                 self._kernels.gather(tables, index.ids, order, outs, fault=fault, stream=stream)
 
             self._run("gather", index, stream, move)
-        read = self._reads.get(stream)
         if read is None:
-            read = device.new_event()
-        device.record(read, stream)
+            read = self._reads.get(stream) or device.new_event()
+            device.record(read, stream)
         for mover in movers:
             mover._reads[stream] = read
 

@@ -800,7 +800,7 @@ MUTANTS = (
     Mutant(
         "rows ahead are not waited for",
         AHEAD,
-        "device.wait(stream, self._ready.event)",
+        "device.wait(stream, self._ready)",
         "pass",
         3,
         _tables("test_c3_rows_ahead_are_waited_for_when_taken"),
@@ -808,8 +808,8 @@ MUTANTS = (
     Mutant(
         "rows ahead that are gathered again do not wait for their ids",
         AHEAD,
-        "if self._ready is not waited:\n",
-        "if rows is not None:\n",
+        "device.wait(stream, self._ready)\n",
+        "if rows is not None:\n            device.wait(stream, self._ready)\n",
         3,
         _tables("test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids"),
     ),
@@ -832,7 +832,7 @@ MUTANTS = (
     Mutant(
         "rows ahead miss what was written back since",
         AHEAD,
-        "_replace(rows, index, [taken[number][3][turn][1] for number in numbers], new_index, device)",
+        "_replace(missing, self._index, new_index, device)",
         "pass",
         3,
         _tables("test_a_loop_with_rows_ahead_is_the_loop_without"),
@@ -881,7 +881,7 @@ MUTANTS = (
     Mutant(
         "rows ahead are not kept for the stream that takes them",
         AHEAD,
-        "device.record_use(rows, stream)",
+        "device.record_use(memory, stream)",
         "pass",
         4,
         _tables("test_c4_rows_ahead_are_kept_for_the_stream_that_takes_them"),
