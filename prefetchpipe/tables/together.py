@@ -71,24 +71,21 @@ def _room(tables: Sequence[HostTable], count: int) -> tuple[list[torch.Tensor], 
 
     A piece is allocated, freed, and kept for other streams once, whatever the number of tables.
     """
-    empty, dtype = tables[0].where.empty, tables[0].dtype
-    widths = [table.shape[1] for table in tables]
-    if len(tables) == 1 or not count or any(table.dtype is not dtype for table in tables):
-        rows = [
-            empty(torch.Size((count, width)), (width, 1), table.dtype)
-            for table, width in zip(tables, widths, strict=True)
-        ]
+    dtype = tables[0].dtype
+    if len(tables) == 1:
+        width = tables[0].shape[1]
+        rows = [tables[0].where.empty(torch.Size((count, width)), (width, 1), dtype)]
         return rows, rows
-    starts, end = [], 0
-    for width in widths:
-        starts.append(end)
-        end += -(-count * width // _ALIGNED) * _ALIGNED
-    memory = empty(torch.Size((end,)), (1,), dtype)
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # no views for autograd: each is changed in place apart
-        rows = [
-            memory.as_strided((count, width), (width, 1), start) for width, start in zip(widths, starts, strict=True)
-        ]
-    return rows, [memory]
+    cuts, end = [], 0
+    for table in tables:
+        if table.dtype is not dtype:
+            rows = [_room([table], count)[0][0] for table in tables]
+            return rows, rows
+        width = table.shape[1]
+        cuts.append(((count, width), (width, 1), end))
+        end += (count * width + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+    memory = tables[0].where.empty(torch.Size((end,)), (1,), dtype)
+    return [memory.as_strided(*cut) for cut in cuts], [memory]
 
 
 def _gather(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.Tensor], read: Event | None = None) -> None:
