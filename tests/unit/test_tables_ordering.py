@@ -264,6 +264,35 @@ def test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone() -> 
         assert read(device, rows) == constants([20])
 
 
+def test_c3_a_scatter_waits_for_what_the_copy_stream_gathers() -> None:
+    device = zero()
+    table = table_of(device)
+    ids = index(table, 3)
+    with device.on_copy_stream():
+        device.launch(lambda: None, seconds=0.05)
+        (rows,) = gather_rows([table], ids)
+    table.scatter([3], made_late(device, 9.0, seconds=0.0))
+    device.synchronize()
+    assert read(device, rows) == constants([4])
+    assert table[3].tolist() == [9] * DIM
+
+
+def test_the_copy_stream_waits_for_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = zero()
+    table = table_of(device)
+    ids = index(table, 3)
+    waits: list[Any] = []
+    wait = device.wait
+    monkeypatch.setattr(device, "wait", lambda stream, event: (waits.append(stream), wait(stream, event)))
+    for batch in range(3):
+        waits.clear()
+        rows = gather_ahead([table], ids).take()
+        write_back([table], ids, rows)
+        if batch:
+            assert waits == [device.copy_stream, device.current_stream(), device.copy_stream]  # for this thread's ids
+    assert table[3].tolist() == [4] * DIM
+
+
 def test_c3_each_table_waits_for_what_several_did_together() -> None:
     device = zero()
     first, second = table_of(device), table_of(device)
