@@ -41,10 +41,7 @@ def gather_ahead(tables: Sequence[HostTable], index: Index, *, most_patches: int
         device.record(first._handover, device.current_stream())
         with device.on_copy_stream():
             device.wait(device.copy_stream, first._handover)
-            rows, memory = _room(tables[:1], len(index))  # apart: the graph may hold them for longer than the states
-            if len(tables) > 1:
-                states, more = _room(tables[1:], len(index))
-                rows, memory = rows + states, memory + more
+            rows, memory = _room(tables, len(index))
             ready = first._idle.pop() if first._idle else device.new_event()
             _gather(tables, index, rows, ready)
             device.record(ready, device.copy_stream)
@@ -67,25 +64,25 @@ def gather_rows(tables: Sequence[HostTable], index: Index) -> list[torch.Tensor]
 
 
 def _room(tables: Sequence[HostTable], count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """For so many rows of each table, and the memory that it is in: one piece where the dtypes agree.
+    """For so many rows of each table, and the memory that it is in.
 
-    A piece is allocated, freed, and kept for other streams once, whatever the number of tables.
+    The first table's rows lie apart: they become a leaf, which a graph may hold for longer than the states. Those are
+    one piece where the dtypes agree: it is allocated, freed, and kept for other streams once.
     """
-    dtype = tables[0].dtype
-    if len(tables) == 1:
-        width = tables[0].shape[1]
-        rows = [tables[0].where.empty(torch.Size((count, width)), (width, 1), dtype)]
-        return rows, rows
+    first, empty, dtype = tables[0], tables[0].where.empty, tables[-1].dtype
+    rows = [empty(torch.Size((count, first.shape[1])), (first.shape[1], 1), first.dtype)]
     cuts, end = [], 0
-    for table in tables:
-        if table.dtype is not dtype:
-            rows = [_room([table], count)[0][0] for table in tables]
-            return rows, rows
+    for table in tables[1:]:
         width = table.shape[1]
+        if table.dtype is not dtype or len(tables) == 2:  # noqa: PLR2004 - one state
+            rows += [empty(torch.Size((count, one.shape[1])), (one.shape[1], 1), one.dtype) for one in tables[1:]]
+            return rows, rows
         cuts.append(((count, width), (width, 1), end))
         end += (count * width + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-    memory = tables[0].where.empty(torch.Size((end,)), (1,), dtype)
-    return [memory.as_strided(*cut) for cut in cuts], [memory]
+    if not cuts:
+        return rows, rows
+    memory = empty(torch.Size((end,)), (1,), dtype)
+    return [*rows, *(memory.as_strided(*cut) for cut in cuts)], [*rows, memory]
 
 
 def _gather(tables: Sequence[HostTable], index: Index, rows: Sequence[torch.Tensor], read: Event | None = None) -> None:

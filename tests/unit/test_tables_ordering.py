@@ -277,6 +277,17 @@ def test_c3_a_scatter_waits_for_what_the_copy_stream_gathers() -> None:
     assert table[3].tolist() == [9] * DIM
 
 
+def test_states_ahead_are_one_piece_of_memory_and_rows_another() -> None:
+    device = zero()
+    tables = [table_of(device) for _ in range(3)]
+    taken = gather_ahead(tables, index(tables[0], 3, 5)).take()
+    first, second, third = (rows.untyped_storage().data_ptr() for rows in taken)
+    assert first != second == third
+    assert not taken[0]._is_view()
+    device.synchronize()
+    assert [rows[:, 0].tolist() for rows in taken] == 3 * [[4, 6]]
+
+
 def test_the_copy_stream_waits_for_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     device = zero()
     table = table_of(device)
