@@ -462,7 +462,8 @@ def _clear_last_error() -> None:
 
 def _find_exchange() -> Callable[[Any], int] | None:
     try:
-        function: Callable[[Any], int] = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        # PyDLL: it is over at once, and whoever gives up the GIL for it may wait for another thread to get it back.
+        function: Callable[[Any], int] = ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):  # another platform: captures there are the user's to keep apart
         return None
     return function

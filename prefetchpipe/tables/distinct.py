@@ -11,7 +11,7 @@ from prefetchpipe.tables.index import Index
 __all__ = ["Distinct", "Places", "distinct_on_host"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every batch, at twice the cost then
 class Places:
     """The sorted positions of a batch, on the device.
 
@@ -24,7 +24,7 @@ class Places:
     spans: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every batch, at twice the cost then
 class Distinct:
     """What a batch asks for.
 

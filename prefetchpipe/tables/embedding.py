@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from prefetchpipe.device.base import Device, Stream
-from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead, take_all
+from prefetchpipe.tables.ahead import MOST_PATCHES, RowsAhead
 from prefetchpipe.tables.distinct import Distinct
 from prefetchpipe.tables.index import read_index
 from prefetchpipe.tables.initial import Init
@@ -65,7 +65,6 @@ class Prepared:
     change: Any
     distinct: Distinct
     rows: RowsAhead
-    states: dict[HostTable, RowsAhead]
     stream: Stream
 
 
@@ -154,9 +153,9 @@ class HostEmbedding(nn.Module):
                 rows = table.gather_rows(distinct.index)
             else:
                 distinct = prepared.distinct
-                ahead = prepared.states if is_trained else {}
-                rows, *more = take_all([prepared.rows, *ahead.values()])
-                states = {one: (its, one.version) for one, its in zip(ahead, more, strict=True)}
+                rows, *more = prepared.rows.take()
+                for one, its in zip(prepared.rows.tables[1:], more, strict=True):
+                    states[one] = its, one.version
                 stream = device.current_stream()
                 if stream != prepared.stream:
                     for tensor in distinct.device_tensors():
@@ -210,11 +209,9 @@ class HostEmbedding(nn.Module):
             distinct = self._distinct(ids)
             optimizer = None if self._optimizer is None else self._optimizer()
             tables = () if optimizer is None else optimizer.tables_ahead()
-            rows, *states = gather_ahead((table, *tables), distinct.index, most_patches=MOST_PATCHES * depth)
-            stream = table.where.current_stream()
-            prepared = Prepared(
-                ids, _change_of(ids), distinct, rows, dict(zip(tables, states, strict=True)), stream
-            )  # it keeps ids alive, so that its number is not reused
+            rows = gather_ahead((table, *tables), distinct.index, most_patches=MOST_PATCHES * depth)
+            # It keeps ids alive, so that its number is not reused.
+            prepared = Prepared(ids, _change_of(ids), distinct, rows, table.where.current_stream())
             self._prepared.setdefault(id(ids), []).append(prepared)
             return prepared
 

@@ -23,7 +23,7 @@ busy machine of many cores waits long for the last of them (docs/performance.md)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every batch, at twice the cost then
 class Index:
     """Row ids, flat.
 

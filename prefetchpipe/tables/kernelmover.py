@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class KernelMover:
         self._own: Event = device.new_event()
         self._written: Event = self._own
         self._reads: dict[Stream, Event] = {}
+        self._by_copy_stream = False  # the last write was queued there
         self._ways = Ways(device, rows.tensor.numel() * rows.tensor.dtype.itemsize)
         self._fault_block: HostBlock = budget.alloc(48)
         # What kernels report: one record for ids as they were given, and one for distinct ids.
@@ -85,11 +86,20 @@ class KernelMover:
         """See the protocol."""
         self.gather_all([self], index, [out])
 
-    def gather_all(self, movers: Sequence[KernelMover], index: Index, outs: Sequence[torch.Tensor]) -> None:
-        """Rows of several tables of this length, this one among them, by one launch."""
+    def gather_all(
+        self,
+        movers: Sequence[KernelMover],
+        index: Index,
+        outs: Sequence[torch.Tensor],
+        read: Event | None = None,
+    ) -> None:
+        """Rows of several tables of this length, this one among them, by one launch.
+
+        ``read`` is an event of this stream alone, which the caller records behind it; None: there is one.
+        """
         device = self._device
         stream = device.current_stream()
-        for event in {id(mover._written): mover._written for mover in movers}.values():
+        for event in self._writes_before(movers, stream):
             device.wait(stream, event)  # contract 3: a gather after a scatter sees it, on any stream
         if len(index):
             tables = [mover._rows.tensor for mover in movers]
@@ -99,10 +109,9 @@ class KernelMover:
                 self._kernels.gather(tables, index.ids, order, outs, fault=fault, stream=stream)
 
             self._run("gather", index, stream, move)
-        read = self._reads.get(stream)
         if read is None:
-            read = device.new_event()
-        device.record(read, stream)
+            read = self._reads.get(stream) or device.new_event()
+            device.record(read, stream)
         for mover in movers:
             mover._reads[stream] = read
 
@@ -171,18 +180,34 @@ class KernelMover:
 
     def _before_write(self, movers: Sequence[KernelMover]) -> Stream:
         stream = self._device.current_stream()
-        written = {id(mover._written): mover._written for mover in movers}
-        reads = {id(event): event for mover in movers for event in mover._reads.values()}
-        for event in written.values():
+        copy_stream = self._device.copy_stream
+        reads = {
+            id(event): event
+            for mover in movers
+            for reader, event in mover._reads.items()
+            if stream is not copy_stream or reader is not copy_stream
+        }
+        for event in self._writes_before(movers, stream):
             self._device.wait(stream, event)  # contract 3: the scatter before this has written its rows
         for event in reads.values():
             self._device.wait(stream, event)  # contract 3: a gather before this still reads the old rows
         return stream
 
+    def _writes_before(self, movers: Sequence[KernelMover], stream: Stream) -> Collection[Event]:
+        """Of the last writes those that ``stream`` has to wait for.
+
+        The copy stream is behind what was queued on it; other streams may go, and their numbers be used again.
+        """
+        is_copy_stream = stream is self._device.copy_stream
+        return {
+            id(mover._written): mover._written for mover in movers if not (is_copy_stream and mover._by_copy_stream)
+        }.values()
+
     def _after_write(self, movers: Sequence[KernelMover], stream: Stream) -> None:
         self._device.record(self._own, stream)
         for mover in movers:
             mover._written = self._own
+            mover._by_copy_stream = stream is self._device.copy_stream
 
     def _add_on_host(self, index: Index, values: torch.Tensor) -> None:
         """For the dtypes without a kernel; waits for the current stream."""

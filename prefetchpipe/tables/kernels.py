@@ -166,13 +166,13 @@ class RowKernels:
             fault: Where a bad id is told.
             device: Of the kernels.
         """
-        count, size = ids.numel(), torch.Size((ids.numel(),))
-        stream = device.current_stream()
+        count, stream = ids.numel(), device.current_stream()
         keys = self.keys(ids, rows, fault=fault, device=device, stream=stream)
         device.before_kernels()
         ordered, order = torch.sort(keys, stable=True)  # stable: gradients are summed in the order of the batch
-        found, spans = (device.empty(size, (1,), torch.int64) for _ in range(2))
-        inverse = device.empty(torch.Size(shape), _dense(shape), torch.int64)
+        room = device.empty(torch.Size((3 * count,)), (1,), torch.int64)  # one allocation for what lives as long
+        found, spans = room.as_strided((count,), (1,)), room.as_strided((count,), (1,), count)
+        inverse = room.as_strided(shape, _dense(shape), 2 * count)
         name = f"place_{ordered.dtype.itemsize}"
         self._launch_here(name, count, (ordered, order, count, found, inverse, spans), stream)
         index = Index(found, (count,), resident=True, is_distinct=True, keys=ordered)
@@ -214,18 +214,20 @@ class RowKernels:
         unroll: int = 1,
     ) -> None:
         """One launch for up to MOST_TABLES tables."""
-        for start in range(0, len(tables), MOST_TABLES):
-            some = tables[start : start + MOST_TABLES]
-            args: list[object] = [*given, len(some)]
-            widest = 0
-            for table, row in zip(some, rows[start : start + MOST_TABLES], strict=True):
-                nbytes = table.shape[1] * table.dtype.itemsize
-                size = _PIECES[(nbytes | table.data_ptr() | row.data_ptr()) & 15]
-                width = nbytes // size
-                args += (table, row, width, size)
-                widest = max(widest, width)
-            args += _NONE[len(some)]
-            self._launch(name, count * widest, tuple(args), stream, blocks=blocks, unroll=unroll)
+        if len(tables) > MOST_TABLES:
+            for some in (slice(MOST_TABLES), slice(MOST_TABLES, None)):
+                self._move(name, given, tables[some], rows[some], count, stream, blocks=blocks, unroll=unroll)
+            return
+        args: list[object] = [*given, len(tables)]
+        widest = 0
+        for table, row in zip(tables, rows, strict=True):
+            nbytes = table.shape[1] * table.itemsize
+            size = _PIECES[(nbytes | table.data_ptr() | row.data_ptr()) & 15]
+            width = nbytes // size
+            args += (table, row, width, size)
+            widest = max(widest, width)
+        args += _NONE[len(tables)]
+        self._launch(name, count * widest, tuple(args), stream, blocks=blocks, unroll=unroll)
 
     def _launch_here(self, name: str, pieces: int, args: tuple[object, ...], stream: Stream) -> None:
         self._launch(name, pieces, args, stream, blocks=_BLOCKS_ON_DEVICE)

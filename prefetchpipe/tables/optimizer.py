@@ -20,7 +20,7 @@ from prefetchpipe.tables.lookup import sum_by_row
 from prefetchpipe.tables.rules import NOT_ROW_WISE, READ, Rule, rule_for
 from prefetchpipe.tables.table import HostTable
 from prefetchpipe.tables.together import can_count, gather_rows, write_back
-from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update
+from prefetchpipe.tables.updates import AtOnce, ByCount, Shared, Update, at_once
 from prefetchpipe.tables.watched import is_watched
 
 __all__ = ["RowOptimizer", "StepCount"]
@@ -154,7 +154,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if rule.capturable and self._table.device.type in _capturable_devices():
             group.update(foreach=False, capturable=True)
             self._inner._warned_capturable_if_run_uncaptured = True  # noqa: SLF001 - meant
-            return AtOnce(scalar_step=False, from_lr=rule.from_lr)
+            return at_once(self._inner, rule.from_lr)
         return ByCount(self._columns, known=True, from_lr=rule.from_lr)
 
     def _add_states(self, rule: Rule) -> None:

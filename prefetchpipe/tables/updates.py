@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.optim.adam import Adam, adam
 
 from prefetchpipe.tables.index import PAD, Index
-from prefetchpipe.tables.watched import step
+from prefetchpipe.tables.watched import plain_step, step
 
-__all__ = ["AtOnce", "ByCount", "Columns", "Shared", "Update", "run"]
+__all__ = ["AtOnce", "ByCount", "Columns", "Shared", "Update", "at_once", "run"]
 
 Rows = dict[str, torch.Tensor]
 
@@ -35,6 +37,19 @@ class Columns(Protocol):
 
     def write(self, ids: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """[ids] each; a name that is new gets a column."""
+
+
+_ADAM_OPTIONS = (
+    *("foreach", "capturable", "differentiable", "fused", "amsgrad", "lr", "weight_decay", "eps", "maximize"),
+    "decoupled_weight_decay",
+)
+_ADAM_GIVEN = (
+    *("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"),
+    *("beta1", "beta2", "has_complex", "grad_scale", "found_inf"),
+)
+_ADAM_IS_KNOWN = {*_ADAM_GIVEN, *_ADAM_OPTIONS} == set(inspect.signature(adam).parameters)
+"""Another version of torch may want something else."""
+_ADAM_STEP = getattr(Adam.step, "__wrapped__", None) if hasattr(Adam.step, "hooked") else Adam.step
 
 
 def run(inner: torch.optim.Optimizer, params: list[torch.Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,6 +116,47 @@ class AtOnce:
         for name, state in states.items():
             if after[name] is not state and not (self._scalar_step and name == "step"):
                 state.copy_(after[name])
+        return {}
+
+
+def at_once(inner: torch.optim.Optimizer, from_lr: tuple[str, ...]) -> AtOnce:
+    """For a class that takes one count a row."""
+    if isinstance(inner, Adam) and not from_lr:
+        return _AdamAtOnce()
+    return AtOnce(scalar_step=False, from_lr=from_lr)
+
+
+class _AdamAtOnce(AtOnce):
+    """:class:`AtOnce` for Adam and AdamW: what their ``step`` calls, with what it gives, while nobody looks into it.
+
+    The class would read the parameter and its state out of dictionaries that are made for this one step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(scalar_step=False)
+
+    def __call__(
+        self, inner: torch.optim.Optimizer, index: Index, rows: torch.Tensor, grad: torch.Tensor, states: Rows
+    ) -> Rows:
+        """See the protocol."""
+        group = inner.param_groups[0]
+        if not _ADAM_IS_KNOWN or plain_step(inner) is not _ADAM_STEP:
+            return super().__call__(inner, index, rows, grad, states)
+        beta1, beta2 = group["betas"]
+        adam(
+            [rows],
+            [grad],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [states["max_exp_avg_sq"]] if group["amsgrad"] else [],
+            [states["step"]],
+            beta1=beta1,
+            beta2=beta2,
+            has_complex=False,
+            grad_scale=None,
+            found_inf=None,
+            **{name: group[name] for name in _ADAM_OPTIONS},
+        )
         return {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ except ImportError:  # private names of torch's
 else:
     _everybody = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
-__all__ = ["is_watched", "step"]
+__all__ = ["is_watched", "plain_step", "step"]
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
@@ -28,11 +29,18 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """The step of its class as it is called inside torch's frame; None where somebody may be looking."""
+    framed = type(optimizer).step
+    if not getattr(framed, "hooked", False) or "step" in vars(optimizer) or is_watched(optimizer):
+        return None
+    return getattr(framed, "__wrapped__", None)
+
+
 def step(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.step()``."""
-    framed = type(optimizer).step
-    plain = getattr(framed, "__wrapped__", None)
-    if plain is None or not getattr(framed, "hooked", False) or "step" in vars(optimizer) or is_watched(optimizer):
+    plain = plain_step(optimizer)
+    if plain is None:
         optimizer.step()
     else:
         plain(optimizer)

@@ -125,10 +125,10 @@ def test_a_table_is_what_a_matrix_would_be(device: Any, steps: list[tuple[str, l
                 from prefetchpipe.tables.index import read_index
 
                 wanted = sorted(set(ids))
-                ahead.append((gather_ahead([table], table.place(read_index(wanted, ROWS, device)))[0], wanted))
+                ahead.append((gather_ahead([table], table.place(read_index(wanted, ROWS, device))), wanted))
             elif what == "take" and ahead:
                 taken, wanted = ahead.pop(0)
-                gathered.append((taken.take(), model[wanted].clone()))
+                gathered.append((taken.take()[0], model[wanted].clone()))
     device.synchronize()
     for got, expected in gathered:
         assert torch.equal(got.view(expected.shape), expected)

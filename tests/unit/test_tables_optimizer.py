@@ -18,6 +18,7 @@ from torch import nn, optim
 from prefetchpipe import GPUPrefetcher, HostEmbedding, HostTable
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.tables import RowOptimizer
+from prefetchpipe.tables.updates import AtOnce
 from prefetchpipe.testing import SimulatedDevice
 from tests.support_tables import ZeroCopyDevice, on_device
 
@@ -148,7 +149,7 @@ def test_one_count_a_row_in_one_launch_is_torchs_capturable_arithmetic(
     """What runs on CUDA: all rows in one parameter, with a tensor of counts."""
     every, rare = batches(every_row=True), batches(every_row=False)
     embedding, optimizer = trained(device, name, every)
-    assert type(optimizer._update).__name__ == "AtOnce"
+    assert isinstance(optimizer._update, AtOnce)
     reference, _ = dense(name, every, capturable=True, foreach=False)
     assert torch.equal(embedding.table.host_tensor(), reference.weight)
     assert optimizer.tables["step"].host_tensor().tolist() == [[6.0]] * ROWS

@@ -182,18 +182,18 @@ def test_c3_rows_ahead_are_gathered_after_their_ids_are_made(make: Any) -> None:
     device = make()
     table = table_of(device)
     wanted = read_index(ids_made_late(device, 5), ROWS, device)
-    ahead = gather_ahead([table], wanted if table.ids_on_device else index(table, 5))[0]
-    assert read(device, ahead.take()) == constants([6])
+    ahead = gather_ahead([table], wanted if table.ids_on_device else index(table, 5))
+    assert read(device, ahead.take()[0]) == constants([6])
 
 
 @BOTH
 def test_c3_rows_ahead_are_waited_for_when_taken(make: Any) -> None:
     device = make()
     table = table_of(device)
-    aheads = [gather_ahead([table], index(table, row))[0] for row in range(4)]
+    aheads = [gather_ahead([table], index(table, row)) for row in range(4)]
     for number, ahead in enumerate(aheads):
         with device.use_stream(device.new_stream()):
-            assert read(device, ahead.take()) == constants([number + 1])
+            assert read(device, ahead.take()[0]) == constants([number + 1])
 
 
 def index(table: HostTable, *rows: int) -> Index:
@@ -216,14 +216,14 @@ def test_c3_rows_ahead_that_are_gathered_again_are_behind_their_ids(make: Any, m
     """The ids were made on another stream than the one that is current when the rows are taken."""
     device = make()
     table = HostTable(6, DIM, device=device)
-    ahead = gather_ahead([table], Index(torch.tensor([1]), (1,), resident=False))[0]
+    ahead = gather_ahead([table], Index(torch.tensor([1]), (1,), resident=False))
     table.scatter([1], torch.ones(1, DIM))
     stream, waits = device.new_stream(), []
     wait = device.wait
     monkeypatch.setattr(device, "wait", lambda *args: (waits.append(args), wait(*args)))
     with device.use_stream(stream):
-        rows = ahead.take()
-    assert waits[0] == (stream, ahead._ready.event)
+        (rows,) = ahead.take()
+    assert waits[0] == (stream, ahead._ready)
     device.synchronize()
     assert rows.tolist() == [[1.0] * DIM]
 
@@ -235,12 +235,12 @@ def test_c3_new_values_of_another_stream_are_not_read_before_they_are_made(make:
     streams = [device.new_stream() for _ in range(3)]
     ids = index(table, 3)
     for makers in (streams[:1], streams[:2]):
-        ahead = gather_ahead([table], ids)[0]
+        ahead = gather_ahead([table], ids)
         for number, stream in enumerate(makers):
             with device.use_stream(stream):
                 write_back([table], ids, [made_late(device, 9.0 + number)])
         with device.use_stream(streams[2]):
-            assert read(device, ahead.take()) == constants([8 + len(makers)])
+            assert read(device, ahead.take()[0]) == constants([8 + len(makers)])
 
 
 def test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone() -> None:
@@ -249,8 +249,7 @@ def test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone() -> 
     ids, stream = index(first, 3), device.new_stream()
     with device.use_stream(stream):
         second.scatter([3], made_late(device, 9.0))
-    for ahead, value in zip(gather_ahead([first, second], ids), (4, 9), strict=True):
-        assert read(device, ahead.take()) == constants([value])
+    assert read(device, *gather_ahead([first, second], ids).take()) == constants([4, 9])
 
     with device.use_stream(stream):
         second.scatter([3], made_late(device, 10.0))
@@ -263,6 +262,46 @@ def test_c3_tables_that_move_together_wait_for_what_each_of_them_did_alone() -> 
     write_back([first, second], ids, [made_late(device, 30.0, seconds=0.0) for _ in range(2)])
     with device.use_stream(stream):
         assert read(device, rows) == constants([20])
+
+
+def test_c3_a_scatter_waits_for_what_the_copy_stream_gathers() -> None:
+    device = zero()
+    table = table_of(device)
+    ids = index(table, 3)
+    with device.on_copy_stream():
+        device.launch(lambda: None, seconds=0.05)
+        (rows,) = gather_rows([table], ids)
+    table.scatter([3], made_late(device, 9.0, seconds=0.0))
+    device.synchronize()
+    assert read(device, rows) == constants([4])
+    assert table[3].tolist() == [9] * DIM
+
+
+def test_states_ahead_are_one_piece_of_memory_and_rows_another() -> None:
+    device = zero()
+    tables = [table_of(device) for _ in range(3)]
+    taken = gather_ahead(tables, index(tables[0], 3, 5)).take()
+    first, second, third = (rows.untyped_storage().data_ptr() for rows in taken)
+    assert first != second == third
+    assert not taken[0]._is_view()
+    device.synchronize()
+    assert [rows[:, 0].tolist() for rows in taken] == 3 * [[4, 6]]
+
+
+def test_the_copy_stream_waits_for_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = zero()
+    table = table_of(device)
+    ids = index(table, 3)
+    waits: list[Any] = []
+    wait = device.wait
+    monkeypatch.setattr(device, "wait", lambda stream, event: (waits.append(stream), wait(stream, event)))
+    for batch in range(3):
+        waits.clear()
+        rows = gather_ahead([table], ids).take()
+        write_back([table], ids, rows)
+        if batch:
+            assert waits == [device.copy_stream, device.current_stream(), device.copy_stream]  # for this thread's ids
+    assert table[3].tolist() == [4] * DIM
 
 
 def test_c3_each_table_waits_for_what_several_did_together() -> None:
@@ -316,7 +355,7 @@ def test_c4_rows_ahead_are_kept_for_the_stream_that_takes_them(make: Any) -> Non
     table = table_of(device)
     readings = Readings(device, 4)
     for row in range(4):
-        rows = gather_ahead([table], index(table, row))[0].take()
+        rows = gather_ahead([table], index(table, row)).take()[0]
         device.launch(lambda: None, seconds=0.05)
         readings.queue(row, rows)
         del rows

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections import ChainMap
 from typing import Any
 
 import pytest
 import torch
 from torch import optim
+from torch.optim.adam import adam
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prefetchpipe import HostEmbedding
@@ -91,3 +93,50 @@ def test_arguments_lie_where_the_driver_looks() -> None:
         assert [params[k][0] for k in range(3)] == wanted
     second.leave()
     assert Arguments.of((1, 2, 3)) is second
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"amsgrad": True, "weight_decay": 0.1}, {"maximize": True, "betas": (0.5, 0.9), "eps": 1e-3}],
+    ids=["plain", "amsgrad", "maximize"],
+)
+def test_the_short_way_into_adam_is_that_of_its_class(
+    kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, one count a row; a hook on the class sees to it that its own ``step`` is called."""
+    monkeypatch.setattr(
+        importlib.import_module("torch.optim.adam"), "_get_capturable_supported_devices", lambda: ["cpu"]
+    )
+    monkeypatch.setattr("prefetchpipe.tables.optimizer._capturable_devices", lambda: ["cpu"])
+    calls: list[str] = []
+    monkeypatch.setattr(
+        "prefetchpipe.tables.updates.adam", lambda *args, **given: (calls.append("short"), adam(*args, **given))
+    )
+    ended = []
+    for is_watched in (False, True):
+        embedding = HostEmbedding(5, 2, device="cpu", init=lambda rows: rows.copy_(torch.arange(10.0).view(5, 2)))
+        optimizer = RowOptimizer(kind, embedding, lr=0.1, **options)
+        if is_watched:
+            optimizer._inner.register_step_pre_hook(lambda *_: calls.append("hook"))
+        for batch in range(5):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch)
+            embedding(torch.tensor([batch % 3, 4, batch % 3])).pow(2).sum().backward()
+            optimizer.step()
+        ended.append({"rows": embedding.table, **optimizer.tables})
+    assert calls == ["short"] * 5 + ["hook"] * 5
+    assert all(torch.equal(table.host_tensor(), ended[1][name].host_tensor()) for name, table in ended[0].items())
+    assert ended[0]["step"][:, 0].tolist() == [2, 2, 1, 0, 5]
+
+
+def test_adam_of_another_version_is_called_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("torch.optim.adam"), "_get_capturable_supported_devices", lambda: ["cpu"]
+    )
+    monkeypatch.setattr("prefetchpipe.tables.optimizer._capturable_devices", lambda: ["cpu"])
+    monkeypatch.setattr("prefetchpipe.tables.updates._ADAM_IS_KNOWN", False)
+    monkeypatch.setattr("prefetchpipe.tables.updates.adam", None)
+    embedding = HostEmbedding(5, 2, device="cpu")
+    optimizer = RowOptimizer(optim.Adam, embedding, lr=0.1)
+    step(embedding, optimizer)
+    assert optimizer.tables["step"][:, 0].tolist() == [0, 1, 1, 0, 0]
