@@ -246,6 +246,7 @@ class Fetching(Leaving):
         """
         if not self._may_start:
             return False
+        self._retired.clear()  # an earlier thread of this pass may have set it
         thread = threading.Thread(target=self._thread_main, name=f"prefetchpipe-producer-{self._number}", daemon=True)
         try:
             thread.start()  # waits for it; interrupted there by Ctrl-C, it finds that it is not ours, and goes

@@ -369,13 +369,10 @@ class Producer(Fetching):
     # Whether a thread pays
 
     def _may_try_thread(self) -> bool:
-        """A thread for what the loop does meanwhile: once it is known what a step takes without.
-
-        Passes too short for that go with a thread from the second one on.
-        """
+        """A thread for what the loop does meanwhile: once it is known what a step takes without."""
         if self._shared.thread_pays is False:
             return False
-        return self._trial is None or self._trial.is_ready or self._shared.counters.passes > 1
+        return self._trial is None or self._trial.may_begin(self._shared.counters.passes)
 
     def stepped(self, now: float) -> None:
         """A batch was handed out, at ``now`` by the counters' clock."""
@@ -388,7 +385,8 @@ class Producer(Fetching):
         stays = trial.with_thread(now)
         if stays is None:
             return
-        self._trial = None
+        if trial.knows_usual:
+            self._trial = None
         if stays:
             self._shared.thread_pays = True
         self._gives_thread_up = not stays
@@ -397,10 +395,15 @@ class Producer(Fetching):
         """Before the next batch is taken: Ctrl-C here loses none."""
         self._gives_thread_up = False
         trial = self._shared.thread_trial
-        if trial is not None and self._retire_thread():
-            self._shared.thread_pays = False
-            self._shared.thread_reason = (
-                f"a thread was tried: {trial.thread_seconds * 1e6:.0f} us a step, without it "
-                f"{trial.usual_seconds * 1e6:.0f} us"
-            )
-            self._shared.note_path("caller", self._shared.thread_reason)
+        if trial is None or not self._retire_thread():
+            return
+        if not trial.knows_usual:
+            trial.begin()
+            self._shared.note_path("caller", "for as long as it takes to know what a step takes without a thread")
+            return
+        self._shared.thread_pays = False
+        self._shared.thread_reason = (
+            f"a thread was tried: {trial.thread_seconds * 1e6:.0f} us a step, without it "
+            f"{trial.usual_seconds * 1e6:.0f} us"
+        )
+        self._shared.note_path("caller", self._shared.thread_reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Steps:
     def __init__(self, *, usual: float, threaded: float, count: int = 400) -> None:
         self.device = SimulatedDevice()
         self.prefetcher = GPUPrefetcher([filled(index) for index in range(count)], self.device)
-        self._usual, self._threaded = usual, threaded
+        self.usual, self._threaded = lambda _number: usual, threaded
         self._shared = self.prefetcher._shared
         self.now = 0.0
         self._shared.counters.clock = lambda: self.now
@@ -45,7 +46,7 @@ class Steps:
             self.device.synchronize()
             values.append(float(batch[0]))
             paths.append(self._shared.counters.path)
-            self.now += self._threaded if paths[-1] == "thread" else self._usual
+            self.now += self._threaded if paths[-1] == "thread" else self.usual(len(paths))
         return values, paths
 
 
@@ -79,6 +80,29 @@ def test_short_passes_have_a_thread_from_the_second_one_on() -> None:
     steps = Steps(usual=1e-3, threaded=5e-4, count=12)
     pace_sees_sending(steps, 2e-4)
     assert [steps.run()[1][-1] for _ in range(3)] == ["caller", "thread", "thread"]
+
+
+def test_one_window_that_was_held_up_decides_nothing() -> None:
+    """Another process was busy while the first steps ran without a thread."""
+    steps = Steps(usual=1e-3, threaded=2e-3)
+    pace_sees_sending(steps, 2e-4)
+    steps.usual = lambda number: 5e-3 if number < 24 else 1e-3
+    values, paths = steps.run()
+    assert values == list(range(1, 401))
+    assert "thread" in paths
+    assert paths[-200:] == ["caller"] * 200
+
+
+def test_a_long_pass_behind_a_short_one_finds_out() -> None:
+    """Nothing was known of a step without a thread when it was started."""
+    steps = Steps(usual=1e-3, threaded=2e-3)
+    pace_sees_sending(steps, 2e-4)
+    assert len(list(itertools.islice(steps.prefetcher, 5))) == 5
+    values, paths = steps.run()
+    assert values == list(range(1, 401))
+    assert paths[16] == "thread"
+    assert paths[-100:] == ["caller"] * 100
+    assert "a thread was tried: 2" in steps.prefetcher.stats().path_reason
 
 
 def pace_sees_sending(steps: Steps, seconds: float) -> None:
