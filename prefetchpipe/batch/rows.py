@@ -78,6 +78,12 @@ class Stacked(Rows):
         """See :class:`Rows`."""
         torch.stack(tuple(self._samples), out=out)
 
+    def split(self, out: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[Stacked]]:
+        """Parts of ``out``, at most ``count``, and what fills each."""
+        size = -(-len(self._samples) // count)
+        samples = [self._samples[start : start + size] for start in range(0, len(self._samples), size)]
+        return list(out.split(size)), [Stacked(part) for part in samples]
+
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[Any]) -> None:
     """``target.copy_(source)`` for all, and ``source.fill(target)`` for rows."""

@@ -13,7 +13,7 @@ import torch
 
 from prefetchpipe.batch.few import FewLeaves
 from prefetchpipe.batch.layout import Layout
-from prefetchpipe.batch.rows import Rows, copy_all
+from prefetchpipe.batch.rows import Rows, Stacked, copy_all
 from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.memory.ring import Slot
 from prefetchpipe.pipeline.threadstate import limit_packing_threads
@@ -57,7 +57,9 @@ def stage(
     """
     views, pieces = slot.views(layout)
     sources = layout.sources(leaves)
-    if packers is not None and layout.count >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
+    if packers is not None and layout.nbytes >= _MANY_BYTES:
+        views, sources = packers.parts(views, sources)
+    if packers is not None and len(views) >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
         packers.start(views, sources)
         try:
             arrived, memory = layout.allocate(device.empty, device.alloc)
@@ -146,6 +148,19 @@ class Packers:
         self._left = 0
         self._work: SimpleQueue[deque[_Share] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def parts(self, views: list[torch.Tensor], sources: list[Any]) -> tuple[list[torch.Tensor], list[Any]]:
+        """Stacks of samples in parts: torch copies one sample after the other, with all its threads at each."""
+        if self._count == 1 or not any(isinstance(source, Stacked) for source in sources):
+            return views, sources
+        all_views: list[torch.Tensor] = []
+        all_sources: list[Any] = []
+        for view, source in zip(views, sources, strict=True):
+            is_large = isinstance(source, Stacked) and view.nbytes >= _MANY_BYTES
+            some, parts = source.split(view, max(2 * self._count, _MANY_SPANS)) if is_large else ([view], [source])
+            all_views += some
+            all_sources += parts
+        return all_views, all_sources
 
     def start(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Begin ``view.copy_(source)`` for all; :meth:`finish` must follow."""

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from prefetchpipe import GPUPrefetcher
 from prefetchpipe.batch.rows import Gathered, Stacked, copy_all
 from prefetchpipe.pipeline import datasets
+from prefetchpipe.pipeline.staging import Packers
 from prefetchpipe.testing import SimulatedDevice
 
 ROWS = 1003
@@ -253,3 +254,34 @@ def test_an_iterable_data_set_is_not_indexed(batch_size: int | None, fetch: str)
     loader = DataLoader(Stream(), batch_size=batch_size)
     got = [batch.tolist() for batch in GPUPrefetcher(loader, "cpu", fetch=fetch)]
     assert got == [batch.tolist() for batch in loader]
+
+
+class Large(Dataset[Any]):
+    """Samples of 32 KiB beside a label."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = torch.arange(count * 8192.0).view(count, 8192)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.rows[index], "y": index}
+
+
+@pytest.mark.parametrize("fetch", ["thread", "caller"])
+@pytest.mark.parametrize("copy_threads", [1, 4, 8, 16])
+def test_c5_large_stacks_are_packed_in_parts_by_several_threads(fetch: Any, copy_threads: int) -> None:
+    dataset = Large(150)
+    loader = DataLoader(dataset, batch_size=64)
+    device = SimulatedDevice(bandwidth=1e9)
+    prefetcher = GPUPrefetcher(loader, device, fetch=fetch, copy_threads=copy_threads)
+    got = list(prefetcher)
+    device.synchronize()
+    assert torch.equal(torch.cat([batch["x"] for batch in got]), dataset.rows)
+    assert torch.cat([batch["y"] for batch in got]).tolist() == list(range(150))
+    packers = Packers(copy_threads // 2, "prefetchpipe-packing-test")
+    view, stack = torch.empty(64, 8192), Stacked(list(dataset.rows[:64]))
+    views, parts = packers.parts([view, view[:2]], [stack, dataset.rows[:2]])
+    assert len(views) == len(parts) > copy_threads // 2
+    assert sum(len(part) for part in views) == 64 + 2
