@@ -94,7 +94,7 @@ class Fetching(Leaving):
         """Fetch one batch and send it. Errors become tickets, so that they arrive in order (contract 7)."""
         try:
             started = self._counters.clock()
-            self.transfer.return_slots()
+            self.transfer.lent.return_passed()
             with self._modes.user_code():
                 try:
                     batch = self._next(self.source)
@@ -124,7 +124,7 @@ class Fetching(Leaving):
         assert transfer.short is not None
         started = counters.clock()
         try:
-            transfer.return_slots()
+            transfer.lent.return_passed()
             try:
                 given = self._next(self.source)
             except StopIteration:

@@ -292,7 +292,7 @@ class Leaving:
             ticket.error = None  # its traceback leads back to the ticket, and holds torch's iterator until a collection
         left.clear()
         with self._device.beside_captures():
-            self.transfer.give_back_slots()
+            self.transfer.lent.return_all()
             self._shared.twins.retire(source)  # before its workers are ended: none of them waits for a slot then
         del source
         self.source = None  # after carrying: a new pass finds either this one or what it left

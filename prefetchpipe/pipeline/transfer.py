@@ -22,12 +22,13 @@ from prefetchpipe.errors import CorruptBatchError, IteratorClosedError
 from prefetchpipe.memory.pinned import PageableBlock, PinnedMemory
 from prefetchpipe.memory.ring import Slot, SlotRing
 from prefetchpipe.options import Options
+from prefetchpipe.pipeline.lent import LentSlots
 from prefetchpipe.pipeline.shortway import SMALL_BYTES, ShortSender
 from prefetchpipe.pipeline.staging import LARGE_BYTES, Packers, stage, stage_in_pieces
 from prefetchpipe.pipeline.threadstate import ThreadState
 from prefetchpipe.pipeline.ticket import Ticket
 from prefetchpipe.pipeline.timing import CopyTimer, Probe
-from prefetchpipe.pipeline.workers import WorkerBatch, WorkerSlot
+from prefetchpipe.pipeline.workers import WorkerBatch
 
 __all__ = ["Transfer"]
 
@@ -49,6 +50,7 @@ class Transfer:
     Attributes:
         consumer_stream: The stream on which the consumer last took a batch.
         short: For batches that go the short way.
+        lent: Slots of workers that are being copied from.
         packers: Threads for batches of many leaves, where the producer's thread has some.
         times: Where the seconds of the batch being sent are counted.
         number: Which batch of its pass that is, from 0.
@@ -73,8 +75,7 @@ class Transfer:
         self._walk = WalkCache(keep_arrays=options.keep_arrays)
         self._events: deque[Event] = deque()
         self._held: deque[tuple[Event, Any]] = deque()
-        self._lent: deque[tuple[Event, WorkerSlot]] = deque()
-        self._lent_events: list[Event] = []
+        self.lent = LentSlots(device)
         self._last_bytes = 0
         self.consumer_stream: Stream = None
         self.packers: Packers | None = None
@@ -87,9 +88,7 @@ class Transfer:
 
     def is_behind(self) -> bool:
         """Whether fetching or sending would have to wait for the device."""
-        if self._lent and self._lent[-1][1].is_wanted() and not self._device.query(self._lent[0][0]):
-            return True
-        return self._ring is not None and self._ring.would_wait()
+        return self.lent.would_wait() or (self._ring is not None and self._ring.would_wait())
 
     def send(self, batch: Any, modes: ThreadState, stream: Stream, *, caller: Stream, reusable_source: bool) -> Ticket:
         """Launch everything that brings ``batch`` to the device.
@@ -127,7 +126,7 @@ class Transfer:
                 batch = self._transformed(batch, modes)
             except torch.OutOfMemoryError:
                 if lent is not None:
-                    self._take_back(lent)
+                    self.lent.take_back(lent)
                 raise
             self.times.transform_seconds += self._counters.clock() - started
             ticket.uses = self._distinct(find_tensors(batch))
@@ -187,7 +186,7 @@ class Transfer:
             self._close()
 
     def _close(self) -> None:
-        self.give_back_slots()
+        self.lent.return_all()
         while self._held:
             event, _ = self._held.popleft()
             self._device.synchronize(event)  # contract 6: a pinned source outlives the copy out of it
@@ -237,7 +236,7 @@ class Transfer:
             uses = ticket.uses
         sent = batch.copied_leaves() if self._checked else []
         arrived, memory = layout.allocate(device.empty, device.alloc)
-        event = self._lent_events.pop() if self._lent_events else device.new_event()
+        event = self.lent.new_event()
         probe = self._timer.probe(self._counters.recorder) if device.staged else None
         if probe is not None:
             probe.begin(stream)
@@ -250,7 +249,7 @@ class Transfer:
         finally:
             # Contract 6: the worker writes the slot again when this event has passed, also after half a copy.
             device.record(event, stream)
-            self._lent.append((event, batch.take_slot()))
+            self.lent.add(event, batch.take_slot())
         if probe is not None:
             probe.end(stream, layout.nbytes)
             self._launched(probe)
@@ -262,37 +261,6 @@ class Transfer:
         self._counters.shared_bytes += layout.nbytes
         ticket.uses = [*uses, *memory] if device.staged else uses
         return batch.placed(arrived, moved)
-
-    def return_slots(self) -> None:
-        """Contract 6, before the loader is asked for a batch: its worker may be waiting for a slot that we hold."""
-        while self._lent:
-            event, slot = self._lent[0]
-            if not self._device.query(event):
-                if not self._lent[-1][1].is_wanted():  # the last one's: of no other worker has the number grown
-                    return
-                self._device.synchronize(event)
-            self._return(event, slot)
-
-    def give_back_slots(self) -> None:
-        """All slots of workers, as soon as the copies out of them have passed."""
-        while self._lent:
-            event, slot = self._lent[0]
-            self._device.synchronize(event)  # contract 6
-            self._return(event, slot)
-
-    def _return(self, event: Event, slot: WorkerSlot) -> None:
-        self._lent.popleft()
-        slot.end_copy()
-        slot.give_back()
-        self._lent_events.append(event)
-
-    def _take_back(self, batch: WorkerBatch) -> None:
-        """The batch just sent is to be sent again, or dropped: its slot is its own again when no copy reads it."""
-        event, slot = self._lent.pop()
-        self._device.synchronize(event)  # contract 6
-        slot.end_copy()
-        batch.put_slot(slot)
-        self._lent_events.append(event)
 
     def _send_packed(
         self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream

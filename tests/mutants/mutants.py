@@ -51,6 +51,7 @@ PRODUCER = "pipeline/producer.py"
 FETCHING = "pipeline/fetching.py"
 LEAVING = "pipeline/leaving.py"
 STAGING = "pipeline/staging.py"
+LENT = "pipeline/lent.py"
 SHORT = "pipeline/shortway.py"
 RING = "memory/ring.py"
 PREFETCHER = "prefetcher.py"
@@ -978,15 +979,15 @@ MUTANTS = (
     ),
     Mutant(
         "a worker's slot is given back before its copy has passed",
-        TRANSFER,
-        "            if not self._device.query(event):\n                if not self._lent[-1]",
-        "            if False:\n                if not self._lent[-1]",
+        LENT,
+        "            if not self._device.query(event):\n",
+        "            if False:\n",
         6,
         _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
     ),
     Mutant(
         "a worker's slot that is wanted is not waited for",
-        TRANSFER,
+        LENT,
         "                    return\n                self._device.synchronize(event)\n",
         "                    return\n",
         6,
@@ -995,22 +996,22 @@ MUTANTS = (
     Mutant(
         "the event of a copy out of a worker's slot is not recorded",
         TRANSFER,
-        "            device.record(event, stream)\n            self._lent.append",
-        "            self._lent.append",
+        "            device.record(event, stream)\n            self.lent.add",
+        "            self.lent.add",
         6,
         _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
     ),
     Mutant(
         "the batch keeps the slot that is under copy, and gives it back as it goes",
         TRANSFER,
-        "self._lent.append((event, batch.take_slot()))",
-        "self._lent.append((event, batch.slot))",
+        "self.lent.add(event, batch.take_slot())",
+        "self.lent.add(event, batch.slot)",
         6,
         _workers("test_c6_a_slot_is_given_back_when_its_copy_has_passed"),
     ),
     Mutant(
         "the last slots of a pass are given back under copy",
-        TRANSFER,
+        LENT,
         "            self._device.synchronize(event)  # contract 6\n            self._return(event, slot)",
         "            self._return(event, slot)",
         6,
@@ -1022,7 +1023,7 @@ MUTANTS = (
     Mutant(
         "no slot is given back while a worker is waited for",
         FETCHING,
-        "            self.transfer.return_slots()\n",
+        "            self.transfer.lent.return_passed()\n",
         "",
         6,
         _workers("test_c6_no_worker_waits_for_slots_that_are_kept_while_its_batch_is_waited_for"),
