@@ -17,7 +17,7 @@ _SPLIT_BYTES = 512 << 10
 """From here on a leaf is packed as bytes: torch splits a copy between threads by the number of its elements."""
 
 _LARGE_BYTES = 32 << 20
-"""Beyond this a batch is packed and copied in pieces, which needs the full layout."""
+"""Beyond this the full layout costs nothing that shows; what is packed in pieces needs it."""
 
 
 class FewLeaves:

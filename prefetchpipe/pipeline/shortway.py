@@ -34,7 +34,7 @@ the host."""
 
 _MARK_EVERY = 8
 _MARKS = 3
-"""The host is at most so many times eight small batches ahead of the device. With a bound of four batches it waits at
+"""The host is at most one more than so many times eight small batches ahead of the device. With a bound of four batches it waits at
 every one, and to be woken takes longer than the batch (docs/performance.md, part O)."""
 
 _SETTLED_BATCHES = 6
