@@ -138,7 +138,8 @@ class Stats:
     usable_cores: int = 0
     """Cores that this process may use."""
     path: str
-    """``thread``: a producer thread fetches. ``caller``: the consumer's thread does, inside ``next``. ``not started``."""
+    """``thread``: a producer thread fetches. ``caller``: the consumer's thread does, inside ``next``. Before the first
+    batch: ``not started``."""
     path_reason: str
     """Why this path was taken, and what would change it."""
     limits: Limits | None = None

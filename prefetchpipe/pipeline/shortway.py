@@ -34,8 +34,8 @@ the host."""
 
 _MARK_EVERY = 8
 _MARKS = 3
-"""The host is at most one more than so many times eight small batches ahead of the device. With a bound of four batches it waits at
-every one, and to be woken takes longer than the batch (docs/performance.md, part O)."""
+"""The host is at most one more than so many times eight small batches ahead of the device. With a bound of four batches
+it waits at every one, and to be woken takes longer than the batch (docs/performance.md, part O)."""
 
 _SETTLED_BATCHES = 6
 """Of a pass, which go the usual way: they show whether the loader draws random numbers, and whether a thread pays."""
