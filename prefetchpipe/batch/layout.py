@@ -14,7 +14,7 @@ import torch
 
 from prefetchpipe.batch.rows import Rows
 
-__all__ = ["ALIGNMENT", "OWN_BLOCK_BYTES", "Layout", "arriving_stride", "is_packable", "is_plain"]
+__all__ = ["ALIGNMENT", "OWN_BLOCK_BYTES", "Layout", "arriving_stride", "flat_bytes", "is_packable", "is_plain"]
 
 ALIGNMENT = 64
 """Bytes. A cache line for the packing threads, and more than any vectorised device load asks for (16)."""
@@ -286,6 +286,13 @@ def arriving_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _align(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a dense tensor, whatever its strides: a dimension of one may keep an odd one."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    size = tensor.dtype.itemsize
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))
 
 
 def _bytes_of(leaf: torch.Tensor, span: Span) -> torch.Tensor:

@@ -235,16 +235,7 @@ class Producer(Fetching):
                     return None  # what the thread has put comes first, the end too
                 if self._ended:
                     return end_ticket()
-                credit = self._credit()
-                if credit is STOP:
-                    return None
-                try:
-                    hands_over = self._hands_over(credit)
-                except BaseException:
-                    self._credits.put(credit)  # Ctrl-C in the wait: the next call finds its credit again
-                    raise
-                if hands_over:
-                    self._credits.put(credit)
+                if not self._takes_credit():
                     return None
                 if self._pace is None or self._pace.stays:
                     ticket = self._modes.call(self._produce, stream)
@@ -264,12 +255,28 @@ class Producer(Fetching):
         credit = WAITING
         while credit is WAITING:
             try:
-                credit = self._credits.get(
-                    timeout=_STARVED_SECONDS
-                )  # another consumer's thread may be about to give one
+                # Another consumer's thread may be about to give one.
+                credit = self._credits.get(timeout=_STARVED_SECONDS)
             except Empty:
                 return None
         return credit
+
+    def _takes_credit(self) -> bool:
+        """Whether a batch may be sent here, now: a credit is taken, and the device has come by its event.
+
+        Not if the pass was left, or a thread was started that waits instead.
+        """
+        credit = self._credit()
+        if credit is STOP:
+            return False
+        try:
+            hands_over = self._hands_over(credit)
+        except BaseException:
+            self._credits.put(credit)  # Ctrl-C in the wait: the next call finds its credit again
+            raise
+        if hands_over:
+            self._credits.put(credit)
+        return not hands_over
 
     def _hands_over(self, credit: Event) -> bool:
         """Whether a thread was started, which waits for the device; otherwise that was done here."""
@@ -277,7 +284,7 @@ class Producer(Fetching):
         behind = behind and self._is_behind(credit)
         if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
             return True
-        self._wait_until_done(credit)
+        self._wait_until_done(credit)  # contract 4
         return False
 
     def _is_behind(self, done: Event) -> bool:
@@ -323,14 +330,8 @@ class Producer(Fetching):
                 if self._pace is not None:
                     self._pace.enter()
                 with self._beside_captures:
-                    credit = self._credit()
-                    if credit is STOP:
+                    if not self._takes_credit():
                         return NOT_SHORT
-                    try:
-                        self._wait_until_done(credit)  # contract 4, as for any batch
-                    except BaseException:
-                        self._credits.put(credit)  # Ctrl-C in the wait: the next call finds its credit again
-                        raise
                     self._done = None
                     batch, ticket = self._modes.call(self._fetched_short, stream)
                 if ticket is None:

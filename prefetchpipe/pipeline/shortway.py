@@ -77,7 +77,7 @@ class ShortWay:
     def after_usual(self) -> None:
         """A batch was handed out that the caller fetched the usual way."""
         self._batches += 1
-        self.is_on = not self.is_over and self._batches >= _SETTLED_BATCHES
+        self.is_on = self._batches >= _SETTLED_BATCHES
 
     def give_up(self) -> None:
         """The usual way from here on."""
@@ -91,12 +91,12 @@ class ShortSender:
     Args:
         device: Where batches go.
         ring: Slots for all but small batches.
+        counters: Bytes are added here.
+        timer: Measures some of the copies.
         has_limit: Page-locked memory is limited, so all of it has to be counted.
 
     Attributes:
         waited_seconds: Of the last :meth:`send`, for the device.
-        counters: Bytes are added here.
-        timer: Measures some of the copies.
     """
 
     def __init__(
@@ -214,7 +214,8 @@ class ShortSender:
         address = buffer.data_ptr()
         out: list[Any] = []
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        shared: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        views: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for leaf in leaves:
             if type(leaf) is not torch.Tensor:
                 out.append(leaf)
@@ -229,10 +230,10 @@ class ShortSender:
             if nbytes <= _MOVED_BYTES:
                 ctypes.memmove(address + start, leaf.data_ptr(), nbytes)
             else:
-                shared[0].append(piece)
-                shared[1].append(leaf.view(-1).view(torch.uint8))
-        if shared[0]:
-            torch._foreach_copy_(*shared)
+                views.append(piece)
+                sources.append(leaf.view(-1).view(torch.uint8))
+        if views:
+            torch._foreach_copy_(views, sources)
         probe = self._timer.probe(None)
         if probe is not None:
             probe.begin(stream)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from prefetchpipe.batch.few import FewLeaves
-from prefetchpipe.batch.layout import Layout
+from prefetchpipe.batch.layout import Layout, flat_bytes
 from prefetchpipe.batch.rows import Rows, Stacked, copy_all
 from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.memory.ring import Slot
@@ -92,7 +92,7 @@ def stage_in_pieces(
         As :func:`stage`.
     """
     arrived, memory = layout.allocate(device.empty, device.alloc)
-    flat = [_bytes_of(tensor) for tensor in memory]
+    flat = [flat_bytes(tensor) for tensor in memory]
     sources = layout.sources(leaves)
     rest: list[int] = []
     for number, span in enumerate(layout.spans):
@@ -102,7 +102,7 @@ def stage_in_pieces(
         elif isinstance(source, Rows) or not source.is_contiguous():
             send(flat[span.block], partial(_pack, layout, [number], [source]))
         else:
-            whole = _bytes_of(source)
+            whole = flat_bytes(source)
             for start in range(0, span.nbytes, _PIECE_BYTES):
                 end = min(start + _PIECE_BYTES, span.nbytes)
                 send(flat[span.block][start:end], partial(_pack_bytes, whole[start:end]))
@@ -119,13 +119,6 @@ def _pack(layout: Layout, numbers: list[int], sources: list[Any], slot: torch.Te
 
 def _pack_bytes(source: torch.Tensor, slot: torch.Tensor) -> None:
     slot[: len(source)].copy_(source)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a dense tensor, whatever its strides: a dimension of one may keep an odd one."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    size = tensor.dtype.itemsize
-    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))
 
 
 class Packers:

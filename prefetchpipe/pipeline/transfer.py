@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from prefetchpipe.batch.few import FewLeaves
-from prefetchpipe.batch.layout import Layout
+from prefetchpipe.batch.layout import Layout, flat_bytes
 from prefetchpipe.batch.move import move
 from prefetchpipe.batch.plan import PlanCache
 from prefetchpipe.batch.rows import copy_all
@@ -310,31 +310,24 @@ class Transfer:
             nbytes = target.numel()
             counters.copied_bytes += nbytes
             slot = self._slot(nbytes)
+            is_pageable = slot is None
             if slot is None:
+                slot = self._pageable_slot(nbytes)
                 counters.pageable_bytes += nbytes
-                self._send_piece_pageable(target, pack, stream)
-                return
-            counters.staged_bytes += nbytes
+            else:
+                counters.staged_bytes += nbytes
             pack(slot.tensor)
             try:
-                copy(target, slot.tensor[:nbytes], stream)
+                (device.copy if is_pageable else copy)(target, slot.tensor[:nbytes], stream)
             finally:
                 device.record(slot.event, stream)  # contract 6, as in `_send_packed`
+                if is_pageable:
+                    device.synchronize(slot.event)  # contract 6: this piece goes when the function returns
 
         sent = stage_in_pieces(device, layout, leaves, send)
         if probe is not None and probe.all_bytes:
             self._launched(probe)
         return sent
-
-    def _send_piece_pageable(self, target: torch.Tensor, pack: Callable[[torch.Tensor], None], stream: Stream) -> None:
-        memory = torch.empty(target.numel(), dtype=torch.uint8, device="cpu")
-        pack(memory)
-        event = self._device.new_event()
-        try:
-            self._device.copy(target, memory, stream)
-        finally:
-            self._device.record(event, stream)
-            self._device.synchronize(event)  # contract 6: this memory goes when the function returns
 
     def _note_wait(self, seconds: float, what: str) -> None:
         self.times.slot_wait_seconds += seconds
@@ -347,11 +340,15 @@ class Transfer:
         if recorder is None or not recorder.add_copy(probe, self.number):
             self._timer.launched(probe)
 
+    def _pageable_slot(self, nbytes: int) -> Slot:
+        slot = Slot(self._device.new_event())
+        slot.replace(PageableBlock(nbytes))
+        return slot
+
     def _send_pageable(
         self, layout: Layout | FewLeaves, leaves: list[torch.Tensor], stream: Stream
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        slot = Slot(self._device.new_event())
-        slot.replace(PageableBlock(layout.nbytes))
+        slot = self._pageable_slot(layout.nbytes)
         try:
             return stage(self._device, layout, slot, leaves=leaves, stream=stream)
         finally:
@@ -374,14 +371,11 @@ class Transfer:
         if probe is not None:
             probe.begin(stream)
         for i in which:
-            leaf = leaves[i]
-            nbytes = leaf.numel() * leaf.dtype.itemsize
-            flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-            flat.set_(leaf.untyped_storage(), leaf.storage_offset() * leaf.dtype.itemsize, (nbytes,), (1,))
+            leaf, flat = leaves[i], flat_bytes(leaves[i])
             out[i] = device.empty(leaf.shape, leaf.stride(), leaf.dtype)
             device.copy(out[i], flat, stream)
             uses.append(out[i])
-            sent += nbytes
+            sent += flat.numel()
         self._counters.copied_bytes += sent
         self._counters.direct_bytes += sent
         if probe is not None:
@@ -443,12 +437,8 @@ class Transfer:
 def _verify(check: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for number, (arrived, sent) in enumerate(check):
         here = arrived.cpu()
-        if here.dtype != sent.dtype or here.shape != sent.shape or not torch.equal(_bytes_of(here), _bytes_of(sent)):
+        is_like = here.dtype == sent.dtype and here.shape == sent.shape
+        if not (is_like and torch.equal(flat_bytes(here.contiguous()), flat_bytes(sent.contiguous()))):
             raise CorruptBatchError(
                 f"leaf {number} ({sent.dtype}, shape {tuple(sent.shape)}) is not on the device what the loader gave"
             )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a dimension of one may keep an odd stride
