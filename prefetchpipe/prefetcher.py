@@ -77,8 +77,9 @@ class _Pass(Iterator[Any]):
     def __next__(self) -> Any:
         """The next batch, ordered on the stream that is current now.
 
-        Where it is packed and copied, by ``device.copy``: ``Transfer.send`` (pipeline/transfer.py), or
-        ``ShortSender.send`` (pipeline/shortway.py). Who calls it when, is ``Producer``'s part.
+        Where it is packed and its copies are launched: ``stage`` (pipeline/staging.py), called by ``Transfer.send``
+        (pipeline/transfer.py); or ``ShortSender.send`` (pipeline/shortway.py), by ``device.copy`` and for small batches
+        ``device.copy_small``. Who calls them when, is ``Producer``'s part.
         """
         producer = self._producer
         if producer is None:
@@ -91,7 +92,7 @@ class _Pass(Iterator[Any]):
             if batch is not NOT_SHORT:
                 return batch
         self._enter(stream)
-        done = producer.mark_done(stream)  # contract 4: everything about the batch before this one is behind it
+        done = producer.mark_done(stream)  # contract 8: all about the batch before this one is behind it
         producer.transfer.consumer_stream = stream
         ticket = producer.take(stream)
         if ticket.final:

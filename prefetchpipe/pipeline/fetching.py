@@ -40,7 +40,7 @@ class Fetching(Leaving):
     """Fetches batches and sends them to the device, in the caller's thread or in one of its own.
 
     Credits bound the look-ahead (contract 8): ``depth`` at the start, one more for each batch delivered. A credit
-    carries the event that the consumer's stream passes when it is done with the batch before (contract 4), so device
+    carries the event that the consumer's stream passes when it is done with the batch before (contract 14), so device
     memory in use is bounded too when the GPU is slower than the loop.
 
     Args:
@@ -207,7 +207,7 @@ class Fetching(Leaving):
         return event
 
     def _wait_until_done(self, done: Event) -> None:
-        """Bound the run-ahead (contract 4): host waits until the GPU has finished with the batch ``depth + 1`` back."""
+        """Bound the run-ahead (8, 14): the host waits until the GPU has finished with the batch ``depth + 1`` back."""
         if done is not None:
             if not self._device.query(done):
                 started = self._counters.clock()

@@ -284,11 +284,11 @@ class Producer(Fetching):
         behind = behind and self._is_behind(credit)
         if behind and self._start("the device is slower than the loop: a thread waits for it, not the loop"):
             return True
-        self._wait_until_done(credit)  # contract 4
+        self._wait_until_done(credit)  # contracts 8 and 14
         return False
 
     def _is_behind(self, done: Event) -> bool:
-        """Whether the loop would wait for the device (contract 4) where a thread could do that for it (contract 16)."""
+        """Whether the loop would wait for the device (contract 8) where a thread could do that for it (contract 16)."""
         if done is not None and not self._device.query(done):
             return True
         return self._on_caller_stream and self.transfer.is_behind()

@@ -194,7 +194,7 @@ class ShortSender:
         return dict(zip(batch, out, strict=True)) if kind is dict else out[0]
 
     def is_marked(self, nbytes: int) -> bool:
-        """Whether the consumer's stream is to be marked before a batch of so many bytes (contract 4)."""
+        """Whether the consumer's stream is marked before a batch of so many bytes (contract 8): not a small one."""
         return nbytes > self._most_small
 
     def _bound(self, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""The hot path: one batch to the device. Everything that touches streams, events and device memory is here."""
+"""The hot path: one batch to the device. How its streams, events and device memory go together is here."""
 
 from __future__ import annotations
 
@@ -118,6 +118,7 @@ class Transfer:
             spec = flatten(batch, leaves, self._walk)
             if leaves:
                 leaves = self._send_leaves(leaves, ticket, stream, caller, reusable_source=reusable_source)
+        self._last_bytes = ticket.nbytes
         batch = unflatten(spec, leaves)
         del leaves, spec
         if self._transform is not None:
@@ -256,7 +257,6 @@ class Transfer:
         if self._checked:
             self._remember(ticket, list(zip(arrived, sent, strict=True)))
         ticket.nbytes += layout.nbytes
-        self._last_bytes = layout.nbytes
         self._counters.copied_bytes += layout.nbytes
         self._counters.shared_bytes += layout.nbytes
         ticket.uses = [*uses, *memory] if device.staged else uses
@@ -268,7 +268,6 @@ class Transfer:
         """Through a slot; straight into the final memory where that is the host's."""
         device = self._device
         counters = self._counters
-        self._last_bytes = layout.nbytes
         if self._ring is not None and layout.nbytes > LARGE_BYTES and isinstance(layout, Layout):
             return self._send_in_pieces(layout, leaves, stream)
         counters.copied_bytes += layout.nbytes

@@ -317,6 +317,14 @@ MUTANTS = (
         _ordering("test_c6_a_slot_is_written_again_only_after_its_copy"),
     ),
     Mutant(
+        "every batch counts as small, and goes over the consumer's stream without a bound",
+        TRANSFER,
+        "self._last_bytes = ticket.nbytes",
+        "self._last_bytes = 0",
+        8,
+        _ordering("test_c8_c14_the_host_runs_ahead_by_depth_pinned_batches_only"),
+    ),
+    Mutant(
         "the short way: the consumer's stream does not wait for the copy",
         SHORT,
         "device.wait(stream, slot.event)  # contract 3",

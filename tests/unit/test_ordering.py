@@ -374,6 +374,23 @@ class _Queue:
         self.put = put
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_c8_c14_the_host_runs_ahead_by_depth_pinned_batches_only(depth: int) -> None:
+    """They are held until their copies have passed, and go over the copy stream as others of their size."""
+    device = SimulatedDevice()
+    batches = [device.pin_memory(torch.full((SMALL_BYTES,), float(index + 1))) for index in range(24)]
+    finished: list[int] = []
+    ahead: list[int] = []
+    readings = Readings(device, 24)
+    for index, batch in enumerate(GPUPrefetcher(batches, device, depth=depth)):
+        ahead.append(index - len(finished))
+        device.launch(lambda index=index: finished.append(index), seconds=0.05)
+        readings.queue(index, batch)
+        del batch
+    assert readings.values() == constants(range(1, 25))
+    assert max(ahead) <= depth + 1
+
+
 # Contract 6: slots and pinned sources
 
 
