@@ -40,7 +40,7 @@ bench: $(STAMP)
 venv: $(STAMP)
 
 # ensurepip: some distributions split it off, and a venv without pip is of no use here.
-$(STAMP): pyproject.toml requirements/test.txt
+$(STAMP): pyproject.toml requirements/test.txt hatch_build.py prefetchpipe/native/copies.c
 	@set -e; \
 	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	    if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \

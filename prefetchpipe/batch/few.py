@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,15 @@ class FewLeaves:
             for piece, (_, _, dtype) in zip(pieces, self._leaves, strict=True)
         ]
         return views, pieces
+
+    def addresses(self, leaves: Sequence[torch.Tensor]) -> tuple[list[int], array[int], array[int]]:
+        """See :meth:`prefetchpipe.batch.layout.Layout.addresses`."""
+        offsets = array("Q", [start for start, _ in self._spans])
+        return [leaf.data_ptr() for leaf in leaves], offsets, array("Q", [end - start for start, end in self._spans])
+
+    def source(self, number: int, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See :meth:`prefetchpipe.batch.layout.Layout.source`."""
+        return leaves[number]
 
     def sources(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See :meth:`prefetchpipe.batch.layout.Layout.sources`."""

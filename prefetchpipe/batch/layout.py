@@ -7,6 +7,7 @@ beside it (contract 2 read the way a user would).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,7 @@ class Layout:
         spans: What is packed.
     """
 
-    __slots__ = ("_empty", "_groups", "blocks", "leaves", "nbytes", "slab", "spans")
+    __slots__ = ("_copied", "_empty", "_groups", "_offsets", "_sizes", "blocks", "leaves", "nbytes", "slab", "spans")
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         spans, inside = _spans(leaves)
@@ -137,7 +138,16 @@ class Layout:
         self.leaves = tuple(
             self._place(leaf, placed[span], extra) for leaf, (span, extra) in zip(leaves, inside, strict=True)
         )
+        self._copied = tuple(self._is_copied(span, leaves[span.leaf]) for span in self.spans)
+        self._offsets = array("Q", [span.slot_offset for span in self.spans])
+        self._sizes = array("Q", [span.nbytes for span in self.spans])
         self._plan_unpacking()
+
+    def _is_copied(self, span: Span, leaf: torch.Tensor) -> bool:
+        """Whether the bytes of a span lie in memory as they are packed."""
+        if span.storage_offset >= 0:
+            return True
+        return not isinstance(leaf, Rows) and tuple(leaf.stride()) == self.leaves[span.leaf].stride
 
     def _place(self, tensor: torch.Tensor, span: Span, extra: int) -> Leaf:
         stride = tuple(tensor.stride() if span.storage_offset >= 0 else arriving_stride(tensor))
@@ -231,6 +241,27 @@ class Layout:
     def sources(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What ``copy_`` reads for each span."""
         return [leaves[s.leaf] if s.storage_offset < 0 else _bytes_of(leaves[s.leaf], s) for s in self.spans]
+
+    def source(self, number: int, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same for one span."""
+        span = self.spans[number]
+        return leaves[span.leaf] if span.storage_offset < 0 else _bytes_of(leaves[span.leaf], span)
+
+    def addresses(self, leaves: Sequence[torch.Tensor]) -> tuple[list[int], array[int], array[int]]:
+        """For each span where its bytes lie in memory, 0 if they do not lie there as they are packed.
+
+        Returns:
+            The addresses; the offset in the slot, and the bytes of each span, as arrays of type ``"Q"``.
+        """
+        addresses = [
+            0
+            if not is_copied
+            else leaves[span.leaf].data_ptr()
+            if span.storage_offset < 0
+            else leaves[span.leaf].untyped_storage().data_ptr() + span.storage_offset
+            for span, is_copied in zip(self.spans, self._copied, strict=True)
+        ]
+        return addresses, self._offsets, self._sizes
 
 
 class _Run:

@@ -68,20 +68,20 @@ class Stacked(Rows):
         samples: CPU tensors of one shape and dtype.
     """
 
-    __slots__ = ("_samples",)
+    __slots__ = ("samples",)
 
     def __init__(self, samples: Sequence[torch.Tensor]) -> None:
         super().__init__(torch.Size((len(samples), *samples[0].shape)), samples[0].dtype)
-        self._samples = samples
+        self.samples = samples
 
     def fill(self, out: torch.Tensor) -> None:
         """See :class:`Rows`."""
-        torch.stack(tuple(self._samples), out=out)
+        torch.stack(tuple(self.samples), out=out)
 
     def split(self, out: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[Stacked]]:
         """Parts of ``out``, at most ``count``, and what fills each."""
-        size = -(-len(self._samples) // count)
-        samples = [self._samples[start : start + size] for start in range(0, len(self._samples), size)]
+        size = -(-len(self.samples) // count)
+        samples = [self.samples[start : start + size] for start in range(0, len(self.samples), size)]
         return list(out.split(size)), [Stacked(part) for part in samples]
 
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from torch.utils.data import default_collate, get_worker_info
 
 from prefetchpipe.batch.few import FewLeaves
+from prefetchpipe.batch.job import pack_alone
 from prefetchpipe.batch.layout import Layout
 from prefetchpipe.batch.plan import Plan, PlanCache
-from prefetchpipe.batch.rows import copy_all
 from prefetchpipe.batch.tree import WalkCache, flatten
 from prefetchpipe.device.cpu import cpu_device
 from prefetchpipe.memory.ring import Slot
@@ -257,8 +257,7 @@ class _Packer:
         assert slot.segment is not None
         slot.segment.flags[STATE] = BUSY
         try:
-            views, _ = slot.views.views(layout)
-            copy_all(views, layout.sources(packed))
+            pack_alone(slot.views, layout, packed)
         except BaseException:
             slot.segment.flags[STATE] = FREE
             raise

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prefetchpipe import native
 from prefetchpipe.device.base import Event, Stream
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.options import usable_cores
@@ -76,7 +77,8 @@ class Fetching(Leaving):
         self._wants_thread = False
         self._fetch_seconds = self._send_seconds = 0.0
         self._threads = self._options.copy_threads or usable_cores()
-        self.transfer.packers = Packers(self._threads // 2, f"prefetchpipe-packing-{self._number}")
+        if not native.is_available():
+            self.transfer.packers = Packers(self._threads // 2, f"prefetchpipe-packing-{self._number}")
 
     @property
     def bytes_ahead(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prefetchpipe import native
 from prefetchpipe.device.base import Event, Stream
 from prefetchpipe.pipeline import gil, torchloader
 from prefetchpipe.pipeline.fetching import WAITING, Fetching
@@ -69,7 +70,9 @@ class Producer(Fetching):
             self._device,
             has_workers=torchloader.has_workers(self.source),
             comes_packed=self._shared.twins.packs(self.source),
-            packs_alone=torch.get_num_threads() == 1 and self._threads >= _SEVERAL_THREADS,
+            packs_alone=not native.is_available()
+            and torch.get_num_threads() == 1
+            and self._threads >= _SEVERAL_THREADS,
             clock=self._counters.clock,
         )
 

@@ -8,15 +8,18 @@ nothing has to be ordered; the others on the copy stream, as everywhere else.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefetchpipe.batch.layout import ALIGNMENT, is_plain
+from prefetchpipe.batch.layout import ALIGNMENT, OWN_BLOCK_BYTES, is_plain
 from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.memory.ring import Slot, SlotRing
+from prefetchpipe.native import Copier
 from prefetchpipe.pipeline.staging import LARGE_BYTES
 from prefetchpipe.pipeline.timing import CopyTimer
 
@@ -44,6 +47,7 @@ _PINNED_CHECK = 8
 """Every so many batches it is asked whether they are pinned: to be copied from where they are, the usual way."""
 
 _MOST_LEAVES = 8
+_HALVED_BYTES = 64 << 10
 _MOVED_BYTES = 128 << 10
 """Up to here a leaf is packed by one ``memmove``; beyond, torch's threads share the work."""
 
@@ -93,6 +97,7 @@ class ShortSender:
         ring: Slots for all but small batches.
         counters: Bytes are added here.
         timer: Measures some of the copies.
+        copier: What packs so many bytes; None: torch does.
         has_limit: Page-locked memory is limited, so all of it has to be counted.
 
     Attributes:
@@ -100,9 +105,17 @@ class ShortSender:
     """
 
     def __init__(
-        self, device: Device, ring: SlotRing, counters: Counters, timer: CopyTimer, *, has_limit: bool
+        self,
+        device: Device,
+        ring: SlotRing,
+        counters: Counters,
+        timer: CopyTimer,
+        *,
+        copier: Callable[[int], Copier | None],
+        has_limit: bool,
     ) -> None:
         self._device = device
+        self._copier = copier
         self._ring = ring
         self._counters = counters
         self._timer = timer
@@ -161,6 +174,7 @@ class ShortSender:
             ``NOT_SHORT`` if page-locked memory was refused.
         """
         leaves: Any = _leaves_of(batch)
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         device, counters = self._device, self._counters
         self.waited_seconds = 0.0
         if nbytes <= self._most_small:
@@ -168,7 +182,7 @@ class ShortSender:
             if self._small_batches % _MARK_EVERY == 0:
                 self._bound(stream)
             try:
-                out = [device.copy_small(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+                arrived = self._sent_small(tensors)
             except (RuntimeError, MemoryError):  # contract 15: the usual way does with less memory, or raises again
                 return NOT_SHORT
         else:
@@ -179,13 +193,16 @@ class ShortSender:
             if slot is None:
                 return NOT_SHORT
             with device.on_copy_stream():
-                out = self._copied(leaves, slot, device.copy_stream)
+                arrived, memory = self._copied(tensors, slot, device.copy_stream)
             device.wait(stream, slot.event)  # contract 3
-            for tensor in out:
-                if type(tensor) is torch.Tensor:
-                    device.record_use(tensor, stream)  # contract 4: its memory is of the copy stream's pool
+            for tensor in memory:
+                device.record_use(tensor, stream)  # contract 4: it is of the copy stream's pool
         counters.copied_bytes += nbytes
         counters.staged_bytes += nbytes
+        out: list[Any] = arrived
+        if len(out) < len(leaves):
+            rest = iter(arrived)
+            out = [next(rest) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
         kind = type(batch)
         if kind is list:
             return out
@@ -208,44 +225,128 @@ class ShortSender:
         device.record(event, stream)
         marks.append(event)
 
-    def _copied(self, leaves: Any, slot: Slot, stream: Stream) -> list[Any]:
+    def _sent_small(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """All in one copy, on the current stream."""
         device = self._device
-        buffer, position = slot.tensor, 0
-        address = buffer.data_ptr()
-        out: list[Any] = []
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        views: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for leaf in leaves:
-            if type(leaf) is not torch.Tensor:
-                out.append(leaf)
-                continue
-            arrived = device.empty(leaf.shape, leaf.stride(), leaf.dtype)
-            out.append(arrived)
-            nbytes = leaf.nbytes
-            start = -(-position // ALIGNMENT) * ALIGNMENT
-            position = start + nbytes
-            piece = buffer[start:position]
-            pairs.append((arrived, piece))
-            if nbytes <= _MOVED_BYTES:
-                ctypes.memmove(address + start, leaf.data_ptr(), nbytes)
-            else:
-                views.append(piece)
-                sources.append(leaf.view(-1).view(torch.uint8))
-        if views:
-            torch._foreach_copy_(views, sources)
+        if len(leaves) == 1:
+            leaf = leaves[0]
+            pinned = device.small_memory(leaf.shape, leaf.stride(), leaf.dtype)
+            self._pack(leaves, [0], pinned)
+            return [device.copy_small(pinned)]
+        starts, nbytes = _places(leaves)
+        dtype = _common_dtype(leaves)
+        pinned = device.small_memory((nbytes // dtype.itemsize,), (1,), dtype)
+        self._pack(leaves, starts, pinned)
+        return _cut(device.copy_small(pinned), leaves, starts)
+
+    def _pack(self, leaves: list[torch.Tensor], starts: list[int], target: torch.Tensor) -> None:
+        """Of a small batch."""
+        address = target.data_ptr()
+        copier = self._copier(target.nbytes)
+        if copier is not None and target.nbytes >= _HALVED_BYTES:
+            try:
+                copier.start(
+                    address,
+                    array("Q", [leaf.data_ptr() for leaf in leaves]),
+                    array("Q", starts),
+                    array("Q", [leaf.nbytes for leaf in leaves]),
+                )
+            finally:
+                copier.finish()
+            return
+        for leaf, start in zip(leaves, starts, strict=True):
+            ctypes.memmove(address + start, leaf.data_ptr(), leaf.nbytes)
+
+    def _copied(
+        self, leaves: list[torch.Tensor], slot: Slot, stream: Stream
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The leaves on the device, and one tensor for each piece of its memory."""
+        buffer = slot.tensor
+        starts, nbytes = _places(leaves)
+        copier = self._copier(nbytes)
+        if copier is None:
+            arrived, memory, begins = self._allocated(leaves, starts, nbytes)
+            _pack_by_torch(leaves, starts, buffer)
+        else:
+            try:
+                copier.start(
+                    buffer.data_ptr(),
+                    array("Q", [leaf.data_ptr() for leaf in leaves]),
+                    array("Q", starts),
+                    array("Q", [leaf.nbytes for leaf in leaves]),
+                )
+                arrived, memory, begins = self._allocated(leaves, starts, nbytes)
+            finally:
+                copier.finish()  # contract 5; also if the device is full: the slot is being written
         probe = self._timer.probe(None)
         if probe is not None:
             probe.begin(stream)
         try:
-            for arrived, piece in pairs:
-                device.copy(arrived, piece, stream)
+            for tensor, start in zip(memory, begins, strict=True):
+                self._device.copy(tensor, buffer[start : start + tensor.nbytes], stream)
         finally:
-            device.record(slot.event, stream)  # contract 6: also after a copy that failed half-way
+            self._device.record(slot.event, stream)  # contract 6: also after a copy that failed half-way
         if probe is not None:
-            probe.end(stream, position)
+            probe.end(stream, nbytes)
             self._timer.launched(probe)
-        return out
+        return arrived, memory
+
+    def _allocated(
+        self, leaves: list[torch.Tensor], starts: list[int], nbytes: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+        """Leaves on the device, the pieces of memory that they lie in, and where the bytes of each begin in the slot.
+
+        One slab, unless a leaf is large: a label that is kept keeps no images alive (as in a full layout).
+        """
+        device = self._device
+        if len(leaves) > 1 and all(leaf.nbytes < OWN_BLOCK_BYTES for leaf in leaves):
+            dtype = _common_dtype(leaves)
+            slab = device.empty(torch.Size((nbytes // dtype.itemsize,)), (1,), dtype)
+            return _cut(slab, leaves, starts), [slab], [0]
+        arrived = [device.empty(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
+        return arrived, arrived, starts
+
+
+def _places(leaves: list[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each leaf begins, in bytes; and the bytes of all, up to the next place."""
+    starts: list[int] = []
+    position = 0
+    for leaf in leaves:
+        starts.append(position)
+        position += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
+    return starts, position
+
+
+def _common_dtype(leaves: list[torch.Tensor]) -> torch.dtype:
+    """Of memory for all of them: theirs, or bytes."""
+    dtype = leaves[0].dtype
+    return dtype if all(leaf.dtype is dtype for leaf in leaves) else torch.uint8
+
+
+def _cut(flat: torch.Tensor, leaves: list[torch.Tensor], starts: list[int]) -> list[torch.Tensor]:
+    """Like ``leaves``, in device memory. No autograd views: a change of one must not count as one of its neighbours."""
+    dtype = flat.dtype
+    out = []
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # noqa: SLF001 - as torch's own C++ does
+        for leaf, start in zip(leaves, starts, strict=True):
+            whole = flat if leaf.dtype is dtype else flat.view(leaf.dtype)
+            out.append(whole.as_strided(leaf.shape, leaf.stride(), start // leaf.itemsize))
+    return out
+
+
+def _pack_by_torch(leaves: list[torch.Tensor], starts: list[int], buffer: torch.Tensor) -> None:
+    address = buffer.data_ptr()
+    views: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for leaf, start in zip(leaves, starts, strict=True):
+        nbytes = leaf.nbytes
+        if nbytes <= _MOVED_BYTES:
+            ctypes.memmove(address + start, leaf.data_ptr(), nbytes)
+        else:
+            views.append(buffer[start : start + nbytes])
+            sources.append(leaf.view(-1).view(torch.uint8))
+    if views:
+        torch._foreach_copy_(views, sources)
 
 
 def _leaves_of(batch: Any) -> Any:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from prefetchpipe.batch.few import FewLeaves
+from prefetchpipe.batch.job import Job
 from prefetchpipe.batch.layout import Layout, flat_bytes
 from prefetchpipe.batch.rows import Rows, Stacked, copy_all
 from prefetchpipe.device.base import Device, Stream
 from prefetchpipe.memory.ring import Slot
+from prefetchpipe.native import Copier
 from prefetchpipe.pipeline.threadstate import limit_packing_threads
 from prefetchpipe.pipeline.timing import Probe
 
@@ -44,6 +46,7 @@ def stage(
     *,
     leaves: Sequence[torch.Tensor],
     stream: Stream,
+    copier: Copier | None = None,
     packers: Packers | None = None,
     probe: Probe | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -56,18 +59,10 @@ def stage(
         The leaves on the device, and one tensor for each block of the layout over the same memory.
     """
     views, pieces = slot.views(layout)
-    sources = layout.sources(leaves)
-    if packers is not None and layout.nbytes >= _MANY_BYTES:
-        views, sources = packers.parts(views, sources)
-    if packers is not None and len(views) >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
-        packers.start(views, sources)
-        try:
-            arrived, memory = layout.allocate(device.empty, device.alloc)
-        finally:
-            packers.finish()  # also if the device is full: they are writing the slot
+    if copier is not None:
+        arrived, memory = _packed_natively(device, layout, slot, leaves=leaves, views=views, copier=copier)
     else:
-        arrived, memory = layout.allocate(device.empty, device.alloc)
-        copy_all(views, sources)
+        arrived, memory = _packed_by_torch(device, layout, layout.sources(leaves), views=views, packers=packers)
     if probe is not None:
         probe.begin(stream)
     for target, piece in zip(memory, pieces, strict=True):
@@ -77,8 +72,48 @@ def stage(
     return arrived, memory
 
 
+def _packed_natively(
+    device: Device,
+    layout: Layout | FewLeaves,
+    slot: Slot,
+    *,
+    leaves: Sequence[torch.Tensor],
+    views: list[torch.Tensor],
+    copier: Copier,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    job = Job(layout, leaves)
+    try:
+        copier.start(slot.tensor.data_ptr(), job.sources, job.offsets, job.nbytes)
+        sent = layout.allocate(device.empty, device.alloc)
+        job.pack_rest(layout, leaves, views.__getitem__)
+    finally:
+        copier.finish()  # contract 5; also if the device is full: the slot is being written
+    return sent
+
+
+def _packed_by_torch(
+    device: Device,
+    layout: Layout | FewLeaves,
+    sources: list[torch.Tensor],
+    *,
+    views: list[torch.Tensor],
+    packers: Packers | None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    if packers is not None and layout.nbytes >= _MANY_BYTES:
+        views, sources = packers.parts(views, sources)
+    if packers is not None and len(views) >= _MANY_SPANS and layout.nbytes >= _MANY_BYTES:
+        packers.start(views, sources)
+        try:
+            return layout.allocate(device.empty, device.alloc)
+        finally:
+            packers.finish()  # also if the device is full: they are writing the slot
+    sent = layout.allocate(device.empty, device.alloc)
+    copy_all(views, sources)
+    return sent
+
+
 def stage_in_pieces(
-    device: Device, layout: Layout, leaves: Sequence[torch.Tensor], send: Send
+    device: Device, layout: Layout, leaves: Sequence[torch.Tensor], send: Send, *, copier: Copier | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """As :func:`stage`, for a large batch.
 
@@ -87,42 +122,59 @@ def stage_in_pieces(
         layout: Of the whole batch.
         leaves: What it packs.
         send: Brings some bytes through a slot: called with device memory, flat ``uint8``, and with what packs them.
+        copier: What copies natively, if anything does.
 
     Returns:
         As :func:`stage`.
     """
     arrived, memory = layout.allocate(device.empty, device.alloc)
     flat = [flat_bytes(tensor) for tensor in memory]
-    sources = layout.sources(leaves)
     rest: list[int] = []
     for number, span in enumerate(layout.spans):
-        source = sources[number]
+        source = layout.source(number, leaves)
         if span.block == layout.slab:
             rest.append(number)
         elif isinstance(source, Rows) or not source.is_contiguous():
-            send(flat[span.block], partial(_pack, layout, [number], [source]))
+            send(flat[span.block], partial(_pack, layout, [number], leaves, copier))
         else:
             whole = flat_bytes(source)
             for start in range(0, span.nbytes, _PIECE_BYTES):
                 end = min(start + _PIECE_BYTES, span.nbytes)
-                send(flat[span.block][start:end], partial(_pack_bytes, whole[start:end]))
+                send(flat[span.block][start:end], partial(_pack_bytes, whole[start:end], copier))
     if rest:
-        send(flat[layout.slab], partial(_pack, layout, rest, [sources[number] for number in rest]))
+        send(flat[layout.slab], partial(_pack, layout, rest, leaves, copier))
     return arrived, memory
 
 
-def _pack(layout: Layout, numbers: list[int], sources: list[Any], slot: torch.Tensor) -> None:
+def _pack(layout: Layout, numbers: list[int], leaves: Sequence[Any], copier: Copier | None, slot: torch.Tensor) -> None:
     """Spans of one block, which begins where the slot does."""
     begin = layout.blocks[layout.spans[numbers[0]].block].slot_offset
-    copy_all([layout.slot_view(layout.spans[number], slot, begin) for number in numbers], sources)
+
+    def view(number: int) -> torch.Tensor:
+        return layout.slot_view(layout.spans[number], slot, begin)
+
+    if copier is None:
+        copy_all(list(map(view, numbers)), [layout.source(number, leaves) for number in numbers])
+        return
+    job = Job(layout, leaves, numbers, begin)
+    try:
+        copier.start(slot.data_ptr(), job.sources, job.offsets, job.nbytes)
+        job.pack_rest(layout, leaves, view)
+    finally:
+        copier.finish()  # contract 5
 
 
-def _pack_bytes(source: torch.Tensor, slot: torch.Tensor) -> None:
-    slot[: len(source)].copy_(source)
+def _pack_bytes(source: torch.Tensor, copier: Copier | None, slot: torch.Tensor) -> None:
+    if copier is None:
+        slot[: len(source)].copy_(source)
+        return
+    copier.copy(slot.data_ptr(), source.data_ptr(), len(source))
 
 
 class Packers:
     """A few threads for batches of many small leaves, which torch's own threading packs one after the other.
+
+    Where there are no native copies (:mod:`prefetchpipe.native`).
 
     Belongs to one producer thread, which packs too. Whoever is awake takes the next share, so nobody waits for a thread
     that is slow to wake. One share each: the GIL is taken once a share, and waiting for it costs more than an uneven

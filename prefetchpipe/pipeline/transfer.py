@@ -21,7 +21,9 @@ from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.errors import CorruptBatchError, IteratorClosedError
 from prefetchpipe.memory.pinned import PageableBlock, PinnedMemory
 from prefetchpipe.memory.ring import Slot, SlotRing
-from prefetchpipe.options import Options
+from prefetchpipe.native import Copier
+from prefetchpipe.native import is_available as has_native_copies
+from prefetchpipe.options import Options, usable_cores
 from prefetchpipe.pipeline.lent import LentSlots
 from prefetchpipe.pipeline.shortway import SMALL_BYTES, ShortSender
 from prefetchpipe.pipeline.staging import LARGE_BYTES, Packers, stage, stage_in_pieces
@@ -35,6 +37,9 @@ __all__ = ["Transfer"]
 
 _SLOTS = 3
 """At most: two for large batches (:mod:`prefetchpipe.memory.ring`)."""
+
+_SHARED_WORK_BYTES = 128 << 10
+"""From here on several threads are worth their start, once."""
 
 
 class Transfer:
@@ -67,9 +72,13 @@ class Transfer:
         self._ring = (
             SlotRing(device, memory, _SLOTS, poison=options.checked, clock=counters.clock) if device.staged else None
         )
+        self._copier: Copier | None = None
+        self._threads = options.copy_threads or usable_cores()
         has_limit = options.max_pinned_bytes is not None
         self.short = (
-            None if self._ring is None else ShortSender(device, self._ring, counters, timer, has_limit=has_limit)
+            None
+            if self._ring is None
+            else ShortSender(device, self._ring, counters, timer, copier=self._copier_for, has_limit=has_limit)
         )
         self._plans = PlanCache(device)
         self._walk = WalkCache(keep_arrays=options.keep_arrays)
@@ -191,6 +200,9 @@ class Transfer:
         while self._held:
             event, _ = self._held.popleft()
             self._device.synchronize(event)  # contract 6: a pinned source outlives the copy out of it
+        if self._copier is not None:
+            copier, self._copier = self._copier, None
+            copier.close()
         if self._ring is not None:
             self._ring.close()
 
@@ -282,13 +294,28 @@ class Transfer:
         counters.staged_bytes += layout.nbytes
         probe = self._timer.probe(counters.recorder)
         try:
-            sent = stage(device, layout, slot, leaves=leaves, stream=stream, packers=self.packers, probe=probe)
+            sent = stage(
+                device,
+                layout,
+                slot,
+                leaves=leaves,
+                stream=stream,
+                copier=self._copier_for(layout.nbytes),
+                packers=self.packers,
+                probe=probe,
+            )
         finally:
             # Contract 6: the slot is free when this event has passed, also after a copy that failed half-way.
             device.record(slot.event, stream)
         if probe is not None:
             self._launched(probe)
         return sent
+
+    def _copier_for(self, nbytes: int) -> Copier | None:
+        """What packs so many bytes; None: torch does."""
+        if self._copier is None and nbytes >= _SHARED_WORK_BYTES and has_native_copies():
+            self._copier = Copier(self._threads)
+        return self._copier
 
     def _slot(self, nbytes: int) -> Slot | None:
         assert self._ring is not None
@@ -323,7 +350,7 @@ class Transfer:
                 if is_pageable:
                     device.synchronize(slot.event)  # contract 6: this piece goes when the function returns
 
-        sent = stage_in_pieces(device, layout, leaves, send)
+        sent = stage_in_pieces(device, layout, leaves, send, copier=self._copier_for(layout.nbytes))
         if probe is not None and probe.all_bytes:
             self._launched(probe)
         return sent

@@ -141,15 +141,15 @@ ALL = [float(i) for i in range(24)]
 
 def kill_while_packing(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
     """With half of the batch written, in the middle of a busy slot."""
-    whole = collate_module.copy_all
+    whole = collate_module.pack_alone
 
-    def killed(targets: Any, sources: Any) -> None:
-        whole(targets, sources)
-        if float(targets[0].view(-1)[0]) == 7.0 and not marker.exists():
+    def killed(slot: Any, layout: Any, leaves: Any) -> None:
+        whole(slot, layout, leaves)
+        if float(slot.views(layout)[0][0].view(-1)[0]) == 7.0 and not marker.exists():
             marker.touch()
             kill_me()
 
-    monkeypatch.setattr(collate_module, "copy_all", killed)
+    monkeypatch.setattr(collate_module, "pack_alone", killed)
 
 
 def kill_while_waiting(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:

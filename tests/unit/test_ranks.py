@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from prefetchpipe import GPUPrefetcher
+from prefetchpipe import GPUPrefetcher, native
 from prefetchpipe.device import cuda
 from prefetchpipe.errors import PrefetchWarning
 from prefetchpipe.pipeline import fetching, producer
@@ -208,6 +208,7 @@ def test_a_caller_with_one_thread_starts_ours_for_large_batches(monkeypatch: pyt
         return Pace(*args, **options)
 
     monkeypatch.setattr(producer, "Pace", spy)
+    monkeypatch.setattr(native, "_library", None)  # native copies have threads of their own, whatever torch may use
     for torch_threads, copy_threads in ((1, 8), (1, 2), (4, 8)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=torch_threads: threads)
         list(GPUPrefetcher([torch.ones(2)], "cpu", copy_threads=copy_threads))

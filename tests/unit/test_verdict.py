@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from prefetchpipe import GPUPrefetcher, PrefetchWarning
+from prefetchpipe import GPUPrefetcher, PrefetchWarning, native
 from prefetchpipe.pipeline import gil, shared, staging, transfer
 from prefetchpipe.pipeline.producer import Producer
 from prefetchpipe.stats import Steady, measure_limits
@@ -330,6 +330,7 @@ def test_workers_that_leave_no_core_for_packing(monkeypatch: pytest.MonkeyPatch)
 
 def test_slow_packing_with_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice()
+    monkeypatch.setattr(native, "_library", None)
     slow_packing(monkeypatch, staging, device.pass_time, 10 * MS)
     stats = run(timed(batches(numbers=100_000), lambda: device.now, device, fetch="caller"))
     assert stats.bottleneck == "packing"

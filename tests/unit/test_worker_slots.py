@@ -314,7 +314,7 @@ def test_c7_a_batch_that_cannot_be_read_loses_no_slot_and_no_plan() -> None:
 
 def test_c7_a_failure_while_packing_loses_no_slot_and_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(SimulatedDevice(), [])
-    monkeypatch.setattr(collate_module, "copy_all", Short(collate_module.copy_all, 1))
+    monkeypatch.setattr(collate_module, "pack_alone", Short(collate_module.pack_alone, 1))
     with pytest.raises(torch.OutOfMemoryError):
         workers.message(filled(0))
     assert workers.busy() == 0
