@@ -52,6 +52,18 @@ def _device(name: str) -> Any:
     return name
 
 
+@pytest.fixture(params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to pack: native copies, and torch's."""
+    from prefetchpipe import native
+
+    if request.param == "torch":
+        monkeypatch.setattr(native, "_library", None)
+    elif not native.is_available():
+        pytest.skip(f"no native copies: {native.why_not()}")
+    return str(request.param)
+
+
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 

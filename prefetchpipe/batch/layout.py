@@ -15,7 +15,16 @@ import torch
 
 from prefetchpipe.batch.rows import Rows
 
-__all__ = ["ALIGNMENT", "OWN_BLOCK_BYTES", "Layout", "arriving_stride", "flat_bytes", "is_packable", "is_plain"]
+__all__ = [
+    "ALIGNMENT",
+    "OWN_BLOCK_BYTES",
+    "PACKABLE_DTYPES",
+    "Layout",
+    "arriving_stride",
+    "flat_bytes",
+    "is_packable",
+    "is_plain",
+]
 
 ALIGNMENT = 64
 """Bytes. A cache line for the packing threads, and more than any vectorised device load asks for (16)."""
@@ -34,7 +43,7 @@ _PACKABLE = """
     uint8 uint16 uint32 uint64 int8 int16 int32 int64
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
 """
-_PACKABLE_DTYPES = frozenset(getattr(torch, name) for name in _PACKABLE.split() if hasattr(torch, name))
+PACKABLE_DTYPES = frozenset(getattr(torch, name) for name in _PACKABLE.split() if hasattr(torch, name))
 
 Empty = Callable[[torch.Size, tuple[int, ...], torch.dtype], torch.Tensor]
 Alloc = Callable[[int], torch.Tensor]
@@ -48,7 +57,7 @@ def is_packable(leaf: object) -> bool:
 def is_plain(leaf: torch.Tensor) -> bool:
     """Whether a :class:`torch.Tensor` is nothing but strided bytes, on whatever device."""
     return (
-        leaf.dtype in _PACKABLE_DTYPES
+        leaf.dtype in PACKABLE_DTYPES
         and leaf.layout is torch.strided
         and not leaf.requires_grad
         and not leaf.is_nested

@@ -106,19 +106,10 @@ class Device(Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch an asynchronous copy on ``stream``: all bytes of a flat ``uint8`` host ``src`` to a dense ``dst``."""
 
-    def small_memory(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A dense host tensor in page-locked memory of the device's own, for :meth:`copy_small`.
-
-        For some kilobytes: it is not counted.
-
-        Raises:
-            RuntimeError: Memory is refused.
-        """
-
     def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What :meth:`small_memory` gave, on the device, by a copy queued on the current stream.
+        """A dense host tensor on the device, by a copy queued on the current stream; its bytes have left it then.
 
-        The device keeps that memory until the copy has passed (contract 6).
+        For some kilobytes: the page-locked memory in between is the device's own, and not counted.
 
         Raises:
             RuntimeError: Memory is refused.

@@ -81,10 +81,6 @@ class CpuDevice:
         flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         flat.set_(dst.untyped_storage(), start, (src.numel(),), (1,)).copy_(src)
 
-    def small_memory(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Never asked for: nothing is staged."""
-        raise NotImplementedError
-
     def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
         """Never asked for: nothing is staged."""
         raise NotImplementedError

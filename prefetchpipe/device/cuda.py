@@ -204,13 +204,12 @@ class CudaDevice:
         with torch.cuda.stream(stream.torch_stream):
             flat.copy_(src, non_blocking=True)
 
-    def small_memory(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Of torch's own cache, which is guarded by its own events (contract 6)."""
-        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", pin_memory=True)
-
     def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
-        """By torch, which records an event of its own where the memory may be used again."""
-        return tensor.to(self.torch_device, non_blocking=True)
+        """Through torch's own cache of page-locked memory, which is guarded by its own events (contract 6)."""
+        pinned = tensor.pin_memory()
+        if pinned.data_ptr() == tensor.data_ptr():  # contract 5: it is pinned already, and may be written again
+            pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return pinned.to(self.torch_device, non_blocking=True)
 
     def copy_to_host(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Launch the copy."""

@@ -132,10 +132,10 @@ class Fetching(Leaving):
             except StopIteration:
                 return NOT_SHORT, end_ticket()
             fetched = counters.clock()
-            nbytes = transfer.short.nbytes_of(given)
+            nbytes, tensors = transfer.short.nbytes_of(given)
             if transfer.short.is_marked(nbytes):
                 self._done = self._mark(stream)
-            batch = NOT_SHORT if nbytes < 0 else transfer.short.send(given, nbytes, stream)
+            batch = NOT_SHORT if nbytes < 0 else transfer.short.send(given, nbytes, tensors, stream)
             if batch is NOT_SHORT:
                 self.short.give_up()
                 return NOT_SHORT, self._sent_ticket(given, stream, started, fetched)

@@ -11,11 +11,12 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefetchpipe.batch.layout import ALIGNMENT, OWN_BLOCK_BYTES, is_plain
+from prefetchpipe.batch.layout import ALIGNMENT, OWN_BLOCK_BYTES, PACKABLE_DTYPES
 from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.memory.ring import Slot, SlotRing
@@ -47,11 +48,14 @@ _PINNED_CHECK = 8
 """Every so many batches it is asked whether they are pinned: to be copied from where they are, the usual way."""
 
 _MOST_LEAVES = 8
-_HALVED_BYTES = 64 << 10
 _MOVED_BYTES = 128 << 10
 """Up to here a leaf is packed by one ``memmove``; beyond, torch's threads share the work."""
 
 _AS_THEY_ARE = frozenset((int, float, str, bool, type(None)))
+
+_look = attrgetter("is_cpu", "layout", "requires_grad", "is_nested")
+"""In C: a batch that has just been copied has left the processor's caches to pixels, so each step counts twice."""
+_PLAIN = (True, torch.strided, False, False)
 
 
 class ShortWay:
@@ -125,42 +129,44 @@ class ShortSender:
         self._marks: deque[Event] = deque()
         self.waited_seconds = 0.0
 
-    def nbytes_of(self, batch: Any) -> int:
-        """Bytes of a slot for ``batch``; -1 if it cannot go this way."""
+    def nbytes_of(self, batch: Any) -> tuple[int, list[torch.Tensor]]:
+        """Bytes of a slot for ``batch``, and its tensors; -1 bytes if it cannot go this way."""
         leaves = _leaves_of(batch)
         try:
-            nbytes, largest = (0, None) if len(leaves) > _MOST_LEAVES else self._extent_of(leaves)
+            nbytes, largest, tensors = (0, None, []) if len(leaves) > _MOST_LEAVES else self._extent_of(leaves)
         except RuntimeError:  # a tensor without memory: the zeros of forward-mode differentiation
-            return -1
+            return -1, []
         if largest is None or nbytes > LARGE_BYTES:
-            return -1
+            return -1, []
         if self._batches % _PINNED_CHECK == 0 and self._device.is_pinned(largest):
-            return -1
+            return -1, []
         self._batches += 1
-        return nbytes
+        return nbytes, tensors
 
-    def _extent_of(self, leaves: Any) -> tuple[int, torch.Tensor | None]:
-        """Bytes of a slot for ``leaves``, and the largest of them; None if they cannot go this way."""
+    def _extent_of(self, leaves: Any) -> tuple[int, torch.Tensor | None, list[torch.Tensor]]:
+        """Bytes of a slot for ``leaves``, the largest, and the tensors; no largest if they cannot go this way."""
         device = self._device
         largest, most, nbytes = None, 0, 0
+        tensors: list[torch.Tensor] = []
         storages: list[int] = []
         for leaf in leaves:
             if type(leaf) is torch.Tensor:
-                if not (leaf.is_cpu and is_plain(leaf) and leaf.is_contiguous()):
-                    return 0, None
-                own = leaf.nbytes
-                if not own or (device.host_memory and device.is_resident(leaf)):
-                    return 0, None
+                flags, own = _look(leaf), leaf.nbytes
+                if flags != _PLAIN or not own or leaf.dtype not in PACKABLE_DTYPES or not _is_as_it_lies(leaf):
+                    return 0, None, tensors
+                if device.host_memory and device.is_resident(leaf):
+                    return 0, None, tensors
                 nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT + own
+                tensors.append(leaf)
                 storages.append(leaf.untyped_storage().data_ptr())
                 if own > most:
                     largest, most = leaf, own
             elif type(leaf) not in _AS_THEY_ARE:
-                return 0, None
+                return 0, None, tensors
         # Contract 12: leaves that share memory go on sharing it.
-        return (nbytes, largest) if len(set(storages)) == len(storages) else (0, None)
+        return nbytes, (largest if len(set(storages)) == len(storages) else None), tensors
 
-    def send(self, batch: Any, nbytes: int, stream: Stream) -> Any:
+    def send(self, batch: Any, nbytes: int, tensors: list[torch.Tensor], stream: Stream) -> Any:
         """The batch on the device, for ``stream``, the consumer's current one.
 
         All bytes have left its leaves when it returns (contract 5).
@@ -168,13 +174,13 @@ class ShortSender:
         Args:
             batch: For which :meth:`nbytes_of` holds.
             nbytes: What that gave.
+            tensors: The same.
             stream: What is queued there from now on sees the batch.
 
         Returns:
             ``NOT_SHORT`` if page-locked memory was refused.
         """
         leaves: Any = _leaves_of(batch)
-        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         device, counters = self._device, self._counters
         self.waited_seconds = 0.0
         if nbytes <= self._most_small:
@@ -182,7 +188,7 @@ class ShortSender:
             if self._small_batches % _MARK_EVERY == 0:
                 self._bound(stream)
             try:
-                arrived = self._sent_small(tensors)
+                arrived = [device.copy_small(leaf) for leaf in tensors]
             except (RuntimeError, MemoryError):  # contract 15: the usual way does with less memory, or raises again
                 return NOT_SHORT
         else:
@@ -224,38 +230,6 @@ class ShortSender:
             self.waited_seconds = self._counters.clock() - started
         device.record(event, stream)
         marks.append(event)
-
-    def _sent_small(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """All in one copy, on the current stream."""
-        device = self._device
-        if len(leaves) == 1:
-            leaf = leaves[0]
-            pinned = device.small_memory(leaf.shape, leaf.stride(), leaf.dtype)
-            self._pack(leaves, [0], pinned)
-            return [device.copy_small(pinned)]
-        starts, nbytes = _places(leaves)
-        dtype = _common_dtype(leaves)
-        pinned = device.small_memory((nbytes // dtype.itemsize,), (1,), dtype)
-        self._pack(leaves, starts, pinned)
-        return _cut(device.copy_small(pinned), leaves, starts)
-
-    def _pack(self, leaves: list[torch.Tensor], starts: list[int], target: torch.Tensor) -> None:
-        """Of a small batch."""
-        address = target.data_ptr()
-        copier = self._copier(target.nbytes)
-        if copier is not None and target.nbytes >= _HALVED_BYTES:
-            try:
-                copier.start(
-                    address,
-                    array("Q", [leaf.data_ptr() for leaf in leaves]),
-                    array("Q", starts),
-                    array("Q", [leaf.nbytes for leaf in leaves]),
-                )
-            finally:
-                copier.finish()
-            return
-        for leaf, start in zip(leaves, starts, strict=True):
-            ctypes.memmove(address + start, leaf.data_ptr(), leaf.nbytes)
 
     def _copied(
         self, leaves: list[torch.Tensor], slot: Slot, stream: Stream
@@ -347,6 +321,11 @@ def _pack_by_torch(leaves: list[torch.Tensor], starts: list[int], buffer: torch.
             sources.append(leaf.view(-1).view(torch.uint8))
     if views:
         torch._foreach_copy_(views, sources)
+
+
+def _is_as_it_lies(leaf: torch.Tensor) -> bool:
+    """Whether the values of a strided tensor are its bytes, in order."""
+    return leaf.is_contiguous() and not leaf.is_neg() and not (leaf.is_complex() and leaf.is_conj())
 
 
 def _leaves_of(batch: Any) -> Any:

@@ -352,15 +352,10 @@ class SimulatedDevice:
         self.copies += 1
         self._enqueue(stream, nbytes / self._bandwidth, begin, run)
 
-    def small_memory(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
         """See the protocol; refused beyond ``pinned_limit``, which counts what is held for longer."""
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         if self._pinned_limit is not None and self.pinned_bytes + tensor.nbytes > self._pinned_limit:
             raise PinnedMemoryError(f"{tensor.nbytes} bytes: the simulated limit is {self._pinned_limit}")
-        return tensor
-
-    def copy_small(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See the protocol."""
         stream = self.current_stream()
         arrived = self.empty(tensor.shape, tensor.stride(), tensor.dtype)
         held = [_bytes_of(tensor).clone()]

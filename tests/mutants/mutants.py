@@ -42,6 +42,10 @@ def _short(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/unit/test_short_way.py::{name}" for name in names)
 
 
+def _native(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_native.py::{name}" for name in names)
+
+
 def _workers(*names: str) -> tuple[str, ...]:
     return tuple(_WORKERS + name for name in names)
 
@@ -53,6 +57,7 @@ LEAVING = "pipeline/leaving.py"
 STAGING = "pipeline/staging.py"
 LENT = "pipeline/lent.py"
 SHORT = "pipeline/shortway.py"
+NATIVE = "native/__init__.py"
 RING = "memory/ring.py"
 PREFETCHER = "prefetcher.py"
 SHARED = "pipeline/shared.py"
@@ -290,6 +295,70 @@ MUTANTS = (
         "pass  # also",
         5,
         _ordering("test_c5_many_leaves_are_packed_before_they_are_copied"),
+    ),
+    Mutant(
+        "native copies are not waited for",
+        STAGING,
+        "copier.finish()  # contract 5; also if",
+        "pass  # contract 5; also if",
+        5,
+        _native("test_c5_batches_are_whole_when_their_memory_is_used_again"),
+    ),
+    Mutant(
+        "native copies of a piece are not waited for",
+        STAGING,
+        "copier.finish()  # contract 5\n",
+        "pass  # contract 5\n",
+        5,
+        _native("test_stacks_are_packed_as_torch_stacks_them"),
+    ),
+    Mutant(
+        "the short way: native copies are not waited for",
+        SHORT,
+        "copier.finish()  # contract 5; also if",
+        "pass  # contract 5; also if",
+        5,
+        _short("test_c5_the_loader_may_use_its_memory_again"),
+    ),
+    Mutant(
+        "one native copy is not waited for",
+        NATIVE,
+        "            self.finish()\n",
+        "            pass\n",
+        5,
+        _native("test_c5_batches_are_whole_when_their_memory_is_used_again"),
+    ),
+    Mutant(
+        "leaves whose order changes on the device are copied as they lie",
+        "batch/layout.py",
+        "return not isinstance(leaf, Rows) and tuple(leaf.stride()) == self.leaves[span.leaf].stride",
+        "return not isinstance(leaf, Rows)",
+        12,
+        _native("test_c12_every_kind_of_leaf_is_packed_as_torch_has_it"),
+    ),
+    Mutant(
+        "samples that are negative only by their flag are copied as they lie",
+        "batch/job.py",
+        "and not any(map(_is_neg, samples))",
+        "and samples",
+        12,
+        _native("test_c12_every_kind_of_leaf_is_packed_as_torch_has_it"),
+    ),
+    Mutant(
+        "samples with gaps are copied as they lie",
+        "batch/job.py",
+        "if all(map(_is_contiguous, samples)) and",
+        "if",
+        12,
+        _native("test_c12_every_kind_of_leaf_is_packed_as_torch_has_it"),
+    ),
+    Mutant(
+        "threads that copy outlive the prefetcher",
+        TRANSFER,
+        "            copier.close()\n",
+        "            pass\n",
+        9,
+        _native("test_c9_threads_end_with_the_prefetcher"),
     ),
     # Contract 6: slots, pinned and pageable sources
     Mutant(

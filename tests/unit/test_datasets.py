@@ -269,6 +269,7 @@ class Large(Dataset[Any]):
         return {"x": self.rows[index], "y": index}
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("fetch", ["thread", "caller"])
 @pytest.mark.parametrize("copy_threads", [1, 4, 8, 16])
 def test_c5_large_stacks_are_packed_in_parts_by_several_threads(fetch: Any, copy_threads: int) -> None:

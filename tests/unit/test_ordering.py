@@ -275,6 +275,7 @@ def test_c5_a_pinned_buffer_may_be_written_by_the_loop_and_by_a_newer_pass() -> 
     assert [batch.unique().tolist() for batch in kept] == [[1], [2], [1]]
 
 
+@pytest.mark.usefixtures("way")
 def test_c5_many_leaves_are_packed_before_they_are_copied() -> None:
     """By several threads, while device memory is taken."""
     device = SimulatedDevice(bandwidth=1e9)

@@ -39,8 +39,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     send = ShortSender.send
 
-    def noted(self: ShortSender, batch: Any, nbytes: int, stream: Any) -> Any:
-        result = send(self, batch, nbytes, stream)
+    def noted(self: ShortSender, batch: Any, nbytes: int, *args: Any) -> Any:
+        result = send(self, batch, nbytes, *args)
         if result is not NOT_SHORT:
             found.append(nbytes)
         return result
