@@ -21,7 +21,7 @@ _SPINNERS = 1
 _SPIN_NANOSECONDS = 50_000
 """How many helpers look for the next job, and for how long, before they sleep."""
 
-_STREAMED_BYTES = 4 << 20
+_STREAMED_BYTES = 16 << 20
 """From here on one thread's copies go past the caches: the slots of all workers together do not fit them."""
 
 _library: tuple[ctypes.CDLL, ctypes.PyDLL] | None = None
