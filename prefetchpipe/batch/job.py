@@ -83,10 +83,9 @@ def _plain_samples(source: Any) -> Sequence[torch.Tensor]:
 
 def pack_alone(slot: Slot, layout: Layout | FewLeaves, leaves: Sequence[Any]) -> None:
     """Pack ``leaves`` into ``slot`` by the calling thread, as a worker process does."""
-    views, _ = slot.views(layout)
     if native.is_available():
         job = Job(layout, leaves)
         native.copy_alone(slot.tensor.data_ptr(), job.sources, job.offsets, job.nbytes)
-        job.pack_rest(layout, leaves, views.__getitem__)
+        job.pack_rest(layout, leaves, lambda number: slot.views(layout)[number])
     else:
-        copy_all(views, layout.sources(leaves))
+        copy_all(slot.views(layout), layout.sources(leaves))

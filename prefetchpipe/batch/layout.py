@@ -185,12 +185,19 @@ class Layout:
     def _place_of(self, i: int) -> tuple[int, int]:
         return self.leaves[i].block, self.leaves[i].offset
 
-    def allocate(self, empty: Empty, alloc: Alloc) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def allocate(
+        self,
+        empty: Empty,
+        alloc: Alloc,
+        *,
+        in_slab: bool = True,  # noqa: ARG002 - for few leaves
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Device memory for one batch.
 
         Args:
             empty: ``empty(shape, stride, dtype)`` on the device.
             alloc: ``alloc(nbytes)``, flat ``uint8`` on the device.
+            in_slab: A few small leaves share memory too, as many always do.
 
         Returns:
             The leaves in batch order, and one tensor for each of ``blocks`` over the same memory. No leaf is an
@@ -233,10 +240,13 @@ class Layout:
         """Number of spans."""
         return len(self.spans)
 
-    def slot_views(self, slot: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Inside ``slot`` (flat ``uint8``, at least ``nbytes``): where spans are packed, and each block's bytes."""
-        views = [self.slot_view(span, slot) for span in self.spans]
-        return views, [slot[block.slot_offset : block.slot_offset + block.nbytes] for block in self.blocks]
+    def slot_views(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """Inside ``slot`` (flat ``uint8``, at least ``nbytes``): where spans are packed."""
+        return [self.slot_view(span, slot) for span in self.spans]
+
+    def pieces(self, slot: torch.Tensor, *, in_slab: bool = True) -> list[torch.Tensor]:  # noqa: ARG002
+        """The bytes in ``slot`` of each tensor of memory that :meth:`allocate` gives, told the same."""
+        return [slot[block.slot_offset : block.slot_offset + block.nbytes] for block in self.blocks]
 
     def slot_view(self, span: Span, slot: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """Where ``span`` is packed in a slot that begins with the byte ``begin`` of the batch."""

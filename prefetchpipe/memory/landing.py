@@ -45,7 +45,7 @@ class Slab:
             if len(self._views) >= self._VIEWS:
                 self._views.clear()
             # The layout is kept beside its views, so that its id cannot pass to another one.
-            found = self._views[id(layout)] = layout, layout.slot_views(self._memory)[0]
+            found = self._views[id(layout)] = layout, layout.slot_views(self._memory)
         return found[1], self._memory
 
 

@@ -34,7 +34,7 @@ class Slot:
         self.block: HostBlock | None = None
         self.event = event
         self.used = False
-        self._views: dict[int, tuple[Layout | FewLeaves, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._views: dict[int, tuple[Layout | FewLeaves, list[torch.Tensor]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -47,16 +47,16 @@ class Slot:
         assert self.block is not None
         return self.block.tensor
 
-    def views(self, layout: Layout | FewLeaves) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where the spans of ``layout`` are packed, and where its blocks are copied from; made once per layout."""
+    def views(self, layout: Layout | FewLeaves) -> list[torch.Tensor]:
+        """Where the spans of ``layout`` are packed by torch; made once per layout."""
         found = self._views.get(id(layout))
         if found is None:
             if len(self._views) >= self._VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # a later pass may pack into them outside inference mode
                 # The layout is kept beside its views, so that its id cannot pass to another one.
-                found = self._views[id(layout)] = (layout, *layout.slot_views(self.tensor))
-        return found[1], found[2]
+                found = self._views[id(layout)] = (layout, layout.slot_views(self.tensor))
+        return found[1]
 
     def replace(self, block: HostBlock | None) -> HostBlock | None:
         """Swap the memory; views into the old one are dropped first."""

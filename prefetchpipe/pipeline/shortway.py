@@ -7,7 +7,6 @@ nothing has to be ordered; the others on the copy stream, as everywhere else.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefetchpipe.batch.layout import ALIGNMENT, OWN_BLOCK_BYTES, PACKABLE_DTYPES
+from prefetchpipe.batch.few import FewLeaves
+from prefetchpipe.batch.layout import ALIGNMENT, PACKABLE_DTYPES
+from prefetchpipe.batch.rows import copy_all
 from prefetchpipe.counters import Counters
 from prefetchpipe.device.base import Device, Event, Stream
 from prefetchpipe.memory.ring import Slot, SlotRing
@@ -48,8 +49,6 @@ _PINNED_CHECK = 8
 """Every so many batches it is asked whether they are pinned: to be copied from where they are, the usual way."""
 
 _MOST_LEAVES = 8
-_MOVED_BYTES = 128 << 10
-"""Up to here a leaf is packed by one ``memmove``; beyond, torch's threads share the work."""
 
 _AS_THEY_ARE = frozenset((int, float, str, bool, type(None)))
 
@@ -235,92 +234,30 @@ class ShortSender:
         self, leaves: list[torch.Tensor], slot: Slot, stream: Stream
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The leaves on the device, and one tensor for each piece of its memory."""
-        buffer = slot.tensor
-        starts, nbytes = _places(leaves)
-        copier = self._copier(nbytes)
+        device, buffer, layout = self._device, slot.tensor, FewLeaves(leaves)
+        copier = self._copier(layout.nbytes)
         if copier is None:
-            arrived, memory, begins = self._allocated(leaves, starts, nbytes)
-            _pack_by_torch(leaves, starts, buffer)
+            arrived, memory = layout.allocate(device.empty, device.alloc)
+            copy_all(layout.slot_views(buffer), layout.sources(leaves))
         else:
+            addresses, offsets, sizes = layout.addresses(leaves)
             try:
-                copier.start(
-                    buffer.data_ptr(),
-                    array("Q", [leaf.data_ptr() for leaf in leaves]),
-                    array("Q", starts),
-                    array("Q", [leaf.nbytes for leaf in leaves]),
-                )
-                arrived, memory, begins = self._allocated(leaves, starts, nbytes)
+                copier.start(buffer.data_ptr(), array("Q", addresses), offsets, sizes)
+                arrived, memory = layout.allocate(device.empty, device.alloc)
             finally:
                 copier.finish()  # contract 5; also if the device is full: the slot is being written
         probe = self._timer.probe(None)
         if probe is not None:
             probe.begin(stream)
         try:
-            for tensor, start in zip(memory, begins, strict=True):
-                self._device.copy(tensor, buffer[start : start + tensor.nbytes], stream)
+            for target, piece in zip(memory, layout.pieces(buffer), strict=True):
+                device.copy(target, piece, stream)
         finally:
-            self._device.record(slot.event, stream)  # contract 6: also after a copy that failed half-way
+            device.record(slot.event, stream)  # contract 6: also after a copy that failed half-way
         if probe is not None:
-            probe.end(stream, nbytes)
+            probe.end(stream, layout.nbytes)
             self._timer.launched(probe)
         return arrived, memory
-
-    def _allocated(
-        self, leaves: list[torch.Tensor], starts: list[int], nbytes: int
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
-        """Leaves on the device, the pieces of memory that they lie in, and where the bytes of each begin in the slot.
-
-        One slab, unless a leaf is large: a label that is kept keeps no images alive (as in a full layout).
-        """
-        device = self._device
-        if len(leaves) > 1 and all(leaf.nbytes < OWN_BLOCK_BYTES for leaf in leaves):
-            dtype = _common_dtype(leaves)
-            slab = device.empty(torch.Size((nbytes // dtype.itemsize,)), (1,), dtype)
-            return _cut(slab, leaves, starts), [slab], [0]
-        arrived = [device.empty(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
-        return arrived, arrived, starts
-
-
-def _places(leaves: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each leaf begins, in bytes; and the bytes of all, up to the next place."""
-    starts: list[int] = []
-    position = 0
-    for leaf in leaves:
-        starts.append(position)
-        position += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
-    return starts, position
-
-
-def _common_dtype(leaves: list[torch.Tensor]) -> torch.dtype:
-    """Of memory for all of them: theirs, or bytes."""
-    dtype = leaves[0].dtype
-    return dtype if all(leaf.dtype is dtype for leaf in leaves) else torch.uint8
-
-
-def _cut(flat: torch.Tensor, leaves: list[torch.Tensor], starts: list[int]) -> list[torch.Tensor]:
-    """Like ``leaves``, in device memory. No autograd views: a change of one must not count as one of its neighbours."""
-    dtype = flat.dtype
-    out = []
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # noqa: SLF001 - as torch's own C++ does
-        for leaf, start in zip(leaves, starts, strict=True):
-            whole = flat if leaf.dtype is dtype else flat.view(leaf.dtype)
-            out.append(whole.as_strided(leaf.shape, leaf.stride(), start // leaf.itemsize))
-    return out
-
-
-def _pack_by_torch(leaves: list[torch.Tensor], starts: list[int], buffer: torch.Tensor) -> None:
-    address = buffer.data_ptr()
-    views: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for leaf, start in zip(leaves, starts, strict=True):
-        nbytes = leaf.nbytes
-        if nbytes <= _MOVED_BYTES:
-            ctypes.memmove(address + start, leaf.data_ptr(), nbytes)
-        else:
-            views.append(buffer[start : start + nbytes])
-            sources.append(leaf.view(-1).view(torch.uint8))
-    if views:
-        torch._foreach_copy_(views, sources)
 
 
 def _is_as_it_lies(leaf: torch.Tensor) -> bool:

@@ -58,11 +58,12 @@ def stage(
     Returns:
         The leaves on the device, and one tensor for each block of the layout over the same memory.
     """
-    views, pieces = slot.views(layout)
     if copier is not None:
-        arrived, memory = _packed_natively(device, layout, slot, leaves=leaves, views=views, copier=copier)
+        arrived, memory = _packed_natively(device, layout, slot, leaves=leaves, copier=copier)
     else:
-        arrived, memory = _packed_by_torch(device, layout, layout.sources(leaves), views=views, packers=packers)
+        sources, views = layout.sources(leaves), slot.views(layout)
+        arrived, memory = _packed_by_torch(device, layout, sources, views=views, packers=packers)
+    pieces = layout.pieces(slot.tensor)
     if probe is not None:
         probe.begin(stream)
     for target, piece in zip(memory, pieces, strict=True):
@@ -78,14 +79,13 @@ def _packed_natively(
     slot: Slot,
     *,
     leaves: Sequence[torch.Tensor],
-    views: list[torch.Tensor],
     copier: Copier,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     job = Job(layout, leaves)
     try:
         copier.start(slot.tensor.data_ptr(), job.sources, job.offsets, job.nbytes)
         sent = layout.allocate(device.empty, device.alloc)
-        job.pack_rest(layout, leaves, views.__getitem__)
+        job.pack_rest(layout, leaves, lambda number: slot.views(layout)[number])
     finally:
         copier.finish()  # contract 5; also if the device is full: the slot is being written
     return sent

@@ -248,14 +248,14 @@ class Transfer:
             moved = self._send_leaves(batch.others, ticket, stream, caller, reusable_source=True)
             uses = ticket.uses
         sent = batch.copied_leaves() if self._checked else []
-        arrived, memory = layout.allocate(device.empty, device.alloc)
+        arrived, memory = layout.allocate(device.empty, device.alloc, in_slab=device.staged)
         event = self.lent.new_event()
         probe = self._timer.probe(self._counters.recorder) if device.staged else None
         if probe is not None:
             probe.begin(stream)
         if not slot.begin_copy():
             raise IteratorClosedError("this pass has ended: it was closed while a batch was on its way")
-        _, pieces = slot.views.views(layout)
+        pieces = layout.pieces(slot.views.tensor, in_slab=device.staged)
         try:
             for target, piece in zip(memory, pieces, strict=True):
                 device.copy(target, piece, stream)
@@ -284,7 +284,7 @@ class Transfer:
             return self._send_in_pieces(layout, leaves, stream)
         counters.copied_bytes += layout.nbytes
         if self._ring is None or not layout.nbytes:
-            arrived, memory = layout.allocate(device.empty, device.alloc)
+            arrived, memory = layout.allocate(device.empty, device.alloc, in_slab=device.staged)
             copy_all(layout.targets(arrived, memory), layout.sources(leaves))
             return arrived, []
         slot = self._slot(layout.nbytes)

@@ -275,8 +275,8 @@ class WorkerBatch:
     def copied_leaves(self) -> list[torch.Tensor]:
         """The packed leaves, copied to memory of their own."""
         cpu = cpu_device()
-        arrived, memory = self.layout.allocate(cpu.empty, cpu.alloc)
-        _, pieces = self.slot.views.views(self.layout)
+        arrived, memory = self.layout.allocate(cpu.empty, cpu.alloc, in_slab=False)
+        pieces = self.layout.pieces(self.slot.views.tensor, in_slab=False)
         for target, piece in zip(memory, pieces, strict=True):
             cpu.copy(target, piece, None)
         return arrived

@@ -145,7 +145,7 @@ def kill_while_packing(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
 
     def killed(slot: Any, layout: Any, leaves: Any) -> None:
         whole(slot, layout, leaves)
-        if float(slot.views(layout)[0][0].view(-1)[0]) == 7.0 and not marker.exists():
+        if float(slot.views(layout)[0].view(-1)[0]) == 7.0 and not marker.exists():
             marker.touch()
             kill_me()
 

@@ -262,7 +262,7 @@ def test_c12_packing_and_unpacking_by_hand(batch: list[Recipe]) -> None:
     leaves = build(batch)
     layout = Layout(leaves)
     slot = torch.full((layout.nbytes + 1,), 0xEE, dtype=torch.uint8)
-    views, pieces = layout.slot_views(slot)
+    views, pieces = layout.slot_views(slot), layout.pieces(slot)
     copy_all(views, layout.sources(leaves))
     assert int(slot[-1]) == 0xEE
     out, memory = layout.allocate(

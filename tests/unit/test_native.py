@@ -220,7 +220,7 @@ def test_c12_every_kind_of_leaf_is_packed_as_torch_has_it(name: str, others: int
         lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype),
         lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
     )
-    for target, piece in zip(memory, slot.views(layout)[1], strict=True):
+    for target, piece in zip(memory, layout.pieces(slot.tensor), strict=True):
         flat = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())
         flat[: len(piece)] = piece
     for tensor, leaf in zip(arrived, leaves, strict=True):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from prefetchpipe import GPUPrefetcher
+from prefetchpipe.batch.layout import OWN_BLOCK_BYTES
 from prefetchpipe.errors import IteratorClosedError
 from prefetchpipe.pipeline import shortway
 from prefetchpipe.pipeline.shortway import NOT_SHORT, SMALL_BYTES, ShortSender
@@ -69,6 +70,19 @@ def always(device: SimulatedDevice, loader: Any, **options: Any) -> GPUPrefetche
     prefetcher = GPUPrefetcher(loader, device, **options)
     prefetcher._shared.counters.clock = lambda: 0.0
     return prefetcher
+
+
+@pytest.mark.usefixtures("way")
+def test_c12_leaves_of_one_slab_are_no_views_of_it(device: SimulatedDevice, sent: list[int]) -> None:
+    """A change of one is not one of its neighbours, for autograd."""
+    batches = [(filled(index, LARGER), filled(index + 1, LARGER)) for index in range(20)]
+    for first, second in always(device, batches):
+        device.synchronize()
+        assert first._base is None
+        first.add_(1)
+        assert (first._version, second._version) == (1, 0)
+        assert torch.equal(first, second)
+    assert len(sent) == 14
 
 
 def test_it_begins_behind_the_batches_that_show_what_the_loader_does(
@@ -230,7 +244,8 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "list": lambda t: [t, "name", None],
     "dict": lambda t: {"x": t.view(8, -1), "y": True},
     "no dimension": lambda t: {"x": t, "n": t[0].clone()},
-    "in parts": lambda t: (t, t.repeat(shortway._MOVED_BYTES // t.nbytes + 1)),
+    "one large": lambda t: (t, t.repeat(OWN_BLOCK_BYTES // t.nbytes + 1), t + 1),
+    "dtypes": lambda t: (t > 0, t.to(torch.int64), t[:7].to(torch.uint8), t.to(torch.complex64), t),
 }
 
 
