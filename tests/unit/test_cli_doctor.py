@@ -96,7 +96,7 @@ MACHINE = Machine(
     memory_bytes=128 * GIB, memory_limit_bytes=None, shm_bytes=64 * GIB, shm_free_bytes=64 * GIB, memlock_bytes=None,
     numa=(NumaNode(0, tuple(range(16))),), container=None,
 )  # fmt: skip
-SOFTWARE = Software("2.11", "13.0", True, ("cupy-cuda13x 14.2.0",), "cupy-cuda13x", "14.2.0", "")
+SOFTWARE = Software("2.11", "13.0", True, ("cupy-cuda13x 14.2.0",), "cupy-cuda13x", "14.2.0", "", "")
 DRIVER = Driver("580.1", "13.0", ("NVIDIA H200",))
 
 
@@ -110,7 +110,7 @@ PACKING = {
     threads: Spread(rate, rate, rate) for threads, rate in {1: 7.0, 2: 15.0, 4: 32.0, 8: 70.0, 16: 110.0}.items()
 }
 FOUND = Checkup(MACHINE, SOFTWARE, DRIVER, 16, GPU, PACKING)
-NO_CUDA = Software("2.13+cpu", None, False, (), None, "", "")
+NO_CUDA = Software("2.13+cpu", None, False, (), None, "", "", "")
 
 
 def finding(found, name):
@@ -130,6 +130,13 @@ class TestFindings:
     def test_a_good_machine_has_no_problem_and_nothing_to_do(self):
         assert {item.severity for item in findings(FOUND)} == {"ok"}
         assert not any(item.do for item in findings(FOUND))
+
+    def test_without_native_copies(self):
+        software = dataclasses.replace(SOFTWARE, without_native="not built: no C compiler, or not Linux")
+        said = finding(dataclasses.replace(FOUND, software=software), "packing")
+        assert said.severity == "note"
+        assert "slower: native copies are not built: no C compiler" in said.says
+        assert "install a C compiler" in said.do
 
     def test_without_a_gpu(self):
         found = dataclasses.replace(FOUND, gpu=None, software=NO_CUDA, driver=Driver(None, None, (), "NVML: none"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefetchpipe.cli.measure.checkup import Checkup, Gpu
+from prefetchpipe.cli.measure.versions import Software
 
 __all__ = ["Finding", "Recommendation", "findings", "recommendations"]
 
@@ -48,6 +49,7 @@ def findings(found: Checkup) -> list[Finding]:
     if found.gpu is not None:
         said += _link(found.gpu)
         said += _mig(found.gpu)
+        said.append(_packing(found.software))
     said += [*_cores(found), *_numa(found), _memory(found), _shm(found), _memlock(found)]
     return said
 
@@ -103,6 +105,13 @@ def _cupy(found: Checkup) -> Iterator[Finding]:
         yield Finding("CuPy", "problem", software.cupy_problem, f"uninstall {wheels}, then {install}")
     else:
         yield Finding("CuPy", "note", "not installed: torch's calls serve, which cost more of the CPU", install)
+
+
+def _packing(software: Software) -> Finding:
+    if not software.without_native:
+        return Finding("packing", "ok", "native copies pack batches, beside Python's lock")
+    why = f"torch packs batches, which is slower: native copies are {software.without_native}"
+    return Finding("packing", "note", why, "install a C compiler, then prefetchpipe again from its source")
 
 
 def _link(gpu: Gpu) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from prefetchpipe import native
 from prefetchpipe.cli.measure.timing import Spread, calls_for, seconds_per_call, spread, synchronizer
 
 __all__ = ["LinkRates", "measure_link", "measure_packing"]
@@ -62,9 +63,9 @@ def measure_link(device: torch.device, nbytes: int, during: Callable[[], Any] | 
 
 
 def measure_packing(threads: list[int], nbytes: int, *, pinned: bool) -> dict[int, Spread]:
-    """GB/s of torch's ``copy_`` from ordinary memory into a staging buffer, by number of threads.
+    """GB/s from ordinary memory into a staging buffer, by number of threads, of what packs batches.
 
-    torch's thread count is put back.
+    Native copies, or torch's ``copy_``, whose thread count is put back.
 
     Args:
         threads: Counts to try.
@@ -80,8 +81,22 @@ def measure_packing(threads: list[int], nbytes: int, *, pinned: bool) -> dict[in
         turn += 1
         slot.copy_(sources[turn % 2])
 
-    before = torch.get_num_threads()
     found = {}
+    if native.is_available():
+        for count in threads:
+            copier = native.Copier(count)
+
+            def pack_natively(copier: native.Copier = copier) -> None:
+                nonlocal turn
+                turn += 1
+                copier.copy(slot.data_ptr(), sources[turn % 2].data_ptr(), nbytes)
+
+            try:
+                found[count] = _rate(pack_natively, nbytes, lambda: None)
+            finally:
+                copier.close()
+        return found
+    before = torch.get_num_threads()
     try:
         for count in threads:
             torch.set_num_threads(count)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from prefetchpipe import native
 from prefetchpipe.device.cuda import cupy_status
 
 __all__ = ["Software", "read_software"]
@@ -31,6 +32,8 @@ class Software:
     """Version where it works; empty otherwise."""
     cupy_problem: str
     """Why it does not; empty also where nobody asked, without a GPU."""
+    without_native: str
+    """Why batches are not packed by native copies; empty: they are."""
 
 
 def read_software() -> Software:
@@ -47,6 +50,7 @@ def read_software() -> Software:
         cupy_wanted=f"cupy-cuda{cuda.partition('.')[0]}x" if cuda else None,
         cupy=works[1] if works else "",
         cupy_problem="" if works else status,
+        without_native=native.why_not(),
     )
 
 
