@@ -42,6 +42,9 @@ _MARKS = 3
 """The host is at most one more than so many times eight small batches ahead of the device. With a bound of four batches
 it waits at every one, and to be woken takes longer than the batch (docs/performance.md, part O)."""
 
+_SLACK_SECONDS = 50e-6
+"""A batch: so long does the host wait for the device, as a mean, before small batches go over the copy stream too."""
+
 _SETTLED_BATCHES = 6
 """Of a pass, which go the usual way: they show whether the loader draws random numbers, and whether a thread pays."""
 
@@ -122,7 +125,8 @@ class ShortSender:
         self._ring = ring
         self._counters = counters
         self._timer = timer
-        self._most_small = -1 if has_limit else SMALL_BYTES
+        self._most_small = self._most_bytes = -1 if has_limit else SMALL_BYTES
+        self._waited = 0.0
         self._batches = 0
         self._small_batches = 0
         self._marks: deque[Event] = deque()
@@ -182,10 +186,7 @@ class ShortSender:
         leaves: Any = _leaves_of(batch)
         device, counters = self._device, self._counters
         self.waited_seconds = 0.0
-        if nbytes <= self._most_small:
-            self._small_batches += 1
-            if self._small_batches % _MARK_EVERY == 0:
-                self._bound(stream)
+        if self._is_small(nbytes, stream):
             try:
                 arrived = [device.copy_small(leaf) for leaf in tensors]
             except (RuntimeError, MemoryError):  # contract 15: the usual way does with less memory, or raises again
@@ -215,9 +216,32 @@ class ShortSender:
             return tuple(out)
         return dict(zip(batch, out, strict=True)) if kind is dict else out[0]
 
+    def _is_small(self, nbytes: int, stream: Stream) -> bool:
+        """Whether a batch is copied on the consumer's stream; and what is done every so many of these."""
+        is_small = nbytes <= self._most_small
+        if nbytes <= self._most_bytes:
+            self._small_batches += 1
+            if self._small_batches % _MARK_EVERY == 0:
+                self._choose(is_small=is_small)
+                if is_small:
+                    self._bound(stream)
+        return is_small
+
     def is_marked(self, nbytes: int) -> bool:
         """Whether the consumer's stream is marked before a batch of so many bytes (contract 8): not a small one."""
         return nbytes > self._most_small
+
+    def _choose(self, *, is_small: bool) -> None:
+        """How the small batches after this one go.
+
+        On the consumer's own stream a copy takes time from its kernels. Where the host waits for those anyway, it has
+        the time for the copy stream (contract 16).
+        """
+        waited = self._counters.steady.device_wait_seconds
+        slack = waited - self._waited
+        self._waited = waited
+        is_behind = slack > (_SLACK_SECONDS * _MARK_EVERY if is_small else 0.0)
+        self._most_small = -1 if is_behind else self._most_bytes
 
     def _bound(self, stream: Stream) -> None:
         """Contract 14: page-locked memory of small batches is not free again before the device has come to them."""

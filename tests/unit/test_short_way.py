@@ -488,3 +488,27 @@ def test_c12_a_tensor_without_memory_goes_the_usual_way(fetch: Any) -> None:
     got = list(GPUPrefetcher(batches, device, fetch=fetch))
     device.synchronize()
     assert got[8].tolist() == [0.0] * 3
+
+
+def test_c16_small_batches_leave_the_consumers_stream_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the loop waits for the device: in the order of the loop, from the small way and back to it."""
+    device = SimulatedDevice(bandwidth=1e9)
+    over: list[int] = []
+    copied = ShortSender._copied
+
+    def noted(self: ShortSender, *args: Any) -> Any:
+        over.append(len(seen))
+        return copied(self, *args)
+
+    monkeypatch.setattr(ShortSender, "_copied", noted)
+    prefetcher = GPUPrefetcher([filled(index) for index in range(300)], device, fetch="caller")
+    prefetcher._shared.counters.clock = lambda: device.now
+    readings, seen = Readings(device, 300), []
+    for index, batch in enumerate(prefetcher):
+        readings.queue(index, batch, seconds=1e-3 if 50 <= index < 200 else 0.0)
+        seen.append(index)
+        del batch
+    assert readings.values() == constants(range(1, 301))
+    assert 50 < min(over) < 120
+    assert over == list(range(min(over), max(over) + 1))
+    assert 200 <= max(over) < 230
