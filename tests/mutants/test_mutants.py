@@ -27,7 +27,7 @@ MUTANTS = (*mutants.MUTANTS, *two_ways.MUTANTS)
 NATIVE = {mutant.name for mutant in MUTANTS if "native cop" in mutant.name or "test_native" in "".join(mutant.tests)}
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 2
-SECONDS = 90
+SECONDS = 180
 NOT_THE_COPY = 90
 
 # Started once for each of the two at a time. It imports what takes long, and forks for every mutant; the package itself

@@ -137,6 +137,7 @@ def test_c9_a_forked_child_copies_without_threads_and_ends() -> None:
     copier.close()
 
 
+@pytest.mark.slow
 def test_the_environment_does_without() -> None:
     code = "from prefetchpipe import native; print(native.is_available(), native.why_not())"
     environment = {**os.environ, "PREFETCHPIPE_NATIVE": "0"}
@@ -271,14 +272,14 @@ def test_c5_batches_are_whole_when_their_memory_is_used_again(
     buffers = {f"x{leaf}": torch.empty(40_000 if leaf else OWN_BLOCK_BYTES) for leaf in range(12)}
 
     def rows() -> Any:
-        for index in range(20):
+        for index in range(8):
             for leaf, buffer in enumerate(buffers.values()):
                 buffer.fill_(index * 100 + leaf)
             yield buffers
 
     device = SimulatedDevice(bandwidth=1e9)
     kept = list(GPUPrefetcher(rows(), device, fetch=fetch, copy_threads=copy_threads))
-    assert read(device, kept) == [[[float(index * 100 + leaf)] for leaf in range(12)] for index in range(20)]
+    assert read(device, kept) == [[[float(index * 100 + leaf)] for leaf in range(12)] for index in range(8)]
 
 
 @pytest.mark.usefixtures("way")
