@@ -56,9 +56,9 @@ class Job:
                 self.sources.append(addresses[number])
                 self.offsets.append(start)
                 self.nbytes.append(sizes[number])
-            elif samples := _plain_samples(layout.source(number, leaves)):
-                own = samples[0].nbytes
-                self.sources.extend(map(_address, samples))
+            elif samples := _addresses_of(layout.source(number, leaves)):
+                own = sizes[number] // len(samples)
+                self.sources.extend(samples)
                 self.offsets.extend(range(start, start + own * len(samples), own))
                 self.nbytes.extend([own] * len(samples))
             elif sizes[number]:
@@ -70,15 +70,18 @@ class Job:
             copy_all([view(number) for number in self.rest], [layout.source(number, leaves) for number in self.rest])
 
 
-def _plain_samples(source: Any) -> Sequence[torch.Tensor]:
-    """Of a stack whose samples are bytes in the order of the stack; else nothing."""
+def _addresses_of(source: Any) -> Sequence[int]:
+    """Of the samples of a stack that are bytes in the order of the stack; else nothing."""
     if type(source) is not Stacked or source.dtype.is_complex:  # a complex sample may be conjugated
         return ()
     samples: Sequence[torch.Tensor] = source.samples
     if not samples[0].nbytes:
         return ()
     # `Stacked` has seen that they are strided, of one shape and dtype, and on the CPU.
-    return samples if all(map(_is_contiguous, samples)) and not any(map(_is_neg, samples)) else ()
+    if not all(map(_is_contiguous, samples)) or any(map(_is_neg, samples)):
+        return ()
+    addresses = list(map(_address, samples))
+    return addresses if all(addresses) else ()  # zeros without memory, of forward-mode differentiation
 
 
 def pack_alone(slot: Slot, layout: Layout | FewLeaves, leaves: Sequence[Any]) -> None:

@@ -17,6 +17,9 @@ from pathlib import Path
 
 __all__ = ["Copier", "copy_alone", "is_available", "why_not"]
 
+_VERSION = 1
+"""Of the library: what its functions take."""
+
 _SPINNERS = 1
 _SPIN_NANOSECONDS = 50_000
 """How many helpers look for the next job, and for how long, before they sleep."""
@@ -38,6 +41,9 @@ def _load() -> None:
         without_lock, with_lock = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
     except OSError as error:
         _why_not = f"not built: {error}" if path.exists() else "not built: no C compiler, or not Linux"
+        return
+    if not hasattr(without_lock, "copies_version") or without_lock.copies_version() != _VERSION:
+        _why_not = f"out of date: {path} is of another version; install prefetchpipe again, or run hatch_build.py"
         return
     address, number = ctypes.c_void_p, ctypes.c_int
     job = [number, address, address, address, ctypes.c_uint64]
@@ -81,15 +87,18 @@ class Copier:
     __slots__ = ("__weakref__", "_close", "_start", "finish")
 
     def __init__(self, threads: int) -> None:
+        self._make_pool(threads - 1)
+        _open.add(self)
+
+    def _make_pool(self, helpers: int) -> None:
         assert _library is not None
         without_lock, with_lock = _library
-        handle = without_lock.pool_open(threads - 1, _SPINNERS, _SPIN_NANOSECONDS)
+        handle = without_lock.pool_open(helpers, _SPINNERS, _SPIN_NANOSECONDS)
         if not handle:
             raise MemoryError("no memory for threads that copy")
         self._start = partial(with_lock.pool_start, handle)
         self.finish = partial(without_lock.pool_finish, handle)
         self._close: Callable[[], None] = partial(without_lock.pool_close, handle)
-        _open.add(self)
 
     def start(self, target: int, sources: array[int], offsets: array[int], nbytes: array[int]) -> None:
         """Begin to copy; :attr:`finish` must follow, in a ``finally``.
@@ -115,8 +124,9 @@ class Copier:
         close()
 
     def _forget(self) -> None:
-        """In a forked child, which has none of the threads."""
-        self._close = _nothing
+        """In a forked child, which has none of the threads: what they were at would never end there."""
+        if self._close is not _nothing:
+            self._make_pool(0)
 
 
 def copy_alone(target: int, sources: array[int], offsets: array[int], nbytes: array[int]) -> None:

@@ -131,6 +131,9 @@ static void *help(void *argument) {
     return NULL;
 }
 
+/* Raised whenever a function below changes what it takes: a library that was built before is not called then. */
+int copies_version(void) { return 1; }
+
 /* As many helpers as can be started, down to none; NULL without memory. So many of them, `spinners`, look for the next
  * job for `spin` nanoseconds before they sleep. */
 pool *pool_open(int helpers, int spinners, long spin) {

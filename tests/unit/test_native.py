@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -121,13 +122,18 @@ def test_c9_threads_end_with_the_prefetcher() -> None:
 
 
 @needs_native
-def test_c9_a_forked_child_copies_without_threads_and_ends() -> None:
-    copier = Copier(3)
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_c9_a_forked_child_copies_without_threads_and_ends(*, is_busy: bool) -> None:
+    """Also where the fork came in the middle of a job: nobody would end that in the child."""
+    copier = Copier(3 if not is_busy else 1)
     source, target = torch.full((1_000_000,), 5, dtype=torch.uint8), torch.zeros(1_000_000, dtype=torch.uint8)
+    if is_busy:
+        copier.start(target.data_ptr(), *job([torch.ones(1000, dtype=torch.uint8)], 0)[:3])
     pid = os.fork()
     if not pid:
         code = 1
         try:
+            assert not is_busy or not target.numpy().any()
             copier.copy(target.data_ptr(), source.data_ptr(), len(source))
             copier.close()
             code = int(target.numpy().tobytes() != b"\x05" * len(source))  # no operator of torch's: it may have threads
@@ -143,6 +149,22 @@ def test_the_environment_does_without() -> None:
     environment = {**os.environ, "PREFETCHPIPE_NATIVE": "0"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "PREFETCHPIPE_NATIVE=0"]
+
+
+@pytest.mark.slow
+@needs_native
+@pytest.mark.parametrize("source", ["int other(void) { return 1; }", "int copies_version(void) { return 0; }"])
+def test_a_library_of_another_version_is_not_called(tmp_path: Path, source: str) -> None:
+    """As in an editable installation after `git pull`."""
+    package = Path(native.__file__).parents[1]
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "other.c").write_text(source)
+    library = tmp_path / package.name / "native" / "_copies.so"
+    library.unlink()
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True)
+    code = "from prefetchpipe import native; print(native.is_available(), native.why_not())"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("False out of date:")
 
 
 # Building
@@ -199,6 +221,7 @@ LEAVES = {
     "stack of negatives": Stacked([torch._neg_view(torch.ones(3)) for _ in range(2)]),
     "stack with one negative": Stacked([torch.ones(3), torch._neg_view(torch.ones(3))]),
     "stack of complex": Stacked([torch.view_as_complex(torch.ones(3, 2)).conj() for _ in range(2)]),
+    "stack with zeros without memory": Stacked([torch.ones(3), torch._efficientzerotensor(3)]),
     "stack of nothing": Stacked([torch.empty(0) for _ in range(4)]),
     "gathered": Gathered(torch.arange(40.0).view(20, 2), torch.tensor([3, 1, 19])),
 }
@@ -240,6 +263,7 @@ def test_only_what_is_no_copy_of_bytes_is_left_to_torch() -> None:
         "stack of negatives",
         "stack with one negative",
         "stack of complex",
+        "stack with zeros without memory",
         "gathered",
     }
 
