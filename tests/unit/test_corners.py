@@ -762,7 +762,7 @@ def test_c9_ctrl_c_at_any_call_leaves_a_pass_that_goes_on(
         if not any(is_hit):
             break
     assert number > 20
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # one of an earlier test may have been ending
 
 
 @pytest.mark.timeout(20)
