@@ -58,4 +58,4 @@ $(STAMP): pyproject.toml requirements/test.txt hatch_build.py prefetchpipe/nativ
 	@touch $@
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf prefetchpipe/native/_copies.so* $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -20,9 +20,20 @@ FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
 
 
 def build(folder: Path = FOLDER) -> Path | None:
-    """The shared library beside its source; None, with a reason on standard error, where it cannot be."""
+    """The shared library beside its source; None, with a reason on standard error, where it cannot be.
+
+    Whatever goes wrong, the package is built: a compiler is no condition for it.
+    """
+    try:
+        return _built(folder)
+    except (OSError, ValueError) as error:  # a tree that cannot be written, or a CC that is no command line
+        return _without(str(error))
+
+
+def _built(folder: Path) -> Path | None:
     source, library = folder / "copies.c", folder / "_copies.so"
-    library.unlink(missing_ok=True)
+    for old in folder.glob("_copies.so*"):  # also of a build that was ended in the middle
+        old.unlink(missing_ok=True)
     if not sys.platform.startswith("linux"):
         return _without("this is not Linux")
     # The compiler of the user's choice, else the usual names; not the one that Python itself was built with.
@@ -30,14 +41,14 @@ def build(folder: Path = FOLDER) -> Path | None:
     command = shlex.split(os.environ.get("CC", "")) or found[:1]
     if not command:
         return _without("no C compiler was found (cc, gcc, clang, or what CC names)")
-    fresh = library.with_suffix(f".{os.getpid()}")  # a running process keeps the library that it has opened
+    fresh = folder / f"_copies.so.{os.getpid()}"  # a running process keeps the library that it has opened
     try:
         result = subprocess.run(  # noqa: S603 - the compiler that the user has chosen, on our own source
             [*command, *FLAGS, "-o", fresh, source], capture_output=True, text=True, check=False
         )
     except OSError as error:
         return _without(f"{command[0]} could not be run: {error}")
-    if result.returncode:
+    if result.returncode or not fresh.exists():
         fresh.unlink(missing_ok=True)
         return _without(f"{shlex.join(command)} failed:\n{result.stderr}")
     fresh.replace(library)

@@ -40,7 +40,7 @@ def _load() -> None:
     try:
         without_lock, with_lock = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
     except OSError as error:
-        _why_not = f"not built: {error}" if path.exists() else "not built: no C compiler, or not Linux"
+        _why_not = f"not built: {error}" if path.exists() else "not built: no C compiler that worked, or not Linux"
         return
     if not hasattr(without_lock, "copies_version") or without_lock.copies_version() != _VERSION:
         _why_not = f"out of date: {path} is of another version; install prefetchpipe again, or run hatch_build.py"

@@ -244,7 +244,7 @@ void copy_alone(int n, const uint64_t *sources, const uint64_t *offsets, const u
 #if defined(__x86_64__)
     streaming = streaming && __builtin_cpu_supports("avx2");
 #else
-    streaming = 0;
+    (void)streaming;
 #endif
     for (int i = 0; i < n; i++) {
         char *to = (char *)(target + offsets[i]);

@@ -179,12 +179,19 @@ def folder(tmp_path: Path) -> Path:
 
 @needs_native
 def test_it_is_built_beside_its_source(folder: Path) -> None:
+    (folder / "_copies.so.123").write_text("of a build that was ended in the middle")
     assert hatch_build.build(folder) == folder / "_copies.so"
     assert sorted(path.name for path in folder.iterdir()) == ["_copies.so", "copies.c"]
 
 
 @pytest.mark.parametrize(
-    ("compiler", "why"), [("false", "false failed"), ("no-such-compiler -O2", "no-such-compiler could not be run")]
+    ("compiler", "why"),
+    [
+        ("false", "false failed"),
+        ("true", "true failed"),  # it says that all is well, and writes nothing
+        ("no-such-compiler -O2", "no-such-compiler could not be run"),
+        ('cc "', "No closing quotation"),
+    ],
 )
 def test_a_compiler_that_fails_leaves_the_package_without(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, compiler: str, why: str
